@@ -1,9 +1,10 @@
-"""Rules for every test: slow ones are asked for, GPU ones skip with the probe's reason or, where a GPU is required, fail."""
+"""Rules for every test: slow ones are asked for; GPU ones skip with the reason or, where a GPU is required, fail."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Generator
 
 import pytest
 
@@ -25,7 +26,10 @@ def gpu_missing() -> str | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--require-gpu", action="store_true", help="a test marked gpu fails, instead of skipping, without a GPU")
+    parser.addoption("--require-gpu", action="store_true", help="a test marked gpu that is skipped counts as failed")
+    parser.addoption(
+        "--require-nvcc", action="store_true", help="a test that compiles with nvcc fails where there is none"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,6 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := gpu_missing()):
-        if item.config.getoption("--require-gpu"):
-            pytest.fail(f"a GPU is required: {reason}", pytrace=False)
         pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where a GPU is required, a GPU test that did not run is a failure, whatever made it skip."""
+    report = yield
+    if report.skipped and item.get_closest_marker("gpu") and item.config.getoption("--require-gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"a GPU test must run here, and this one was skipped: {report.longrepr}"
+    return report
