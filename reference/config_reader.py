@@ -17,13 +17,14 @@ NEUTRAL_KEYS = frozenset(
     """
     architectures auto_map _name_or_path _attn_implementation _attn_implementation_autoset _commit_hash
     transformers_version torch_dtype dtype tokenizer_class use_cache return_dict output_attentions
-    output_hidden_states output_scores output_router_logits torchscript use_bfloat16 tf_legacy_loss problem_type finetuning_task task_specific_params
-    id2label label2id pruned_heads is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
-    tie_encoder_decoder chunk_size_feed_forward initializer_range attention_dropout aux_loss_alpha seq_aux ep_size
-    pretraining_tp num_nextn_predict_layers num_mtp_layers pad_token_id sep_token_id decoder_start_token_id prefix
-    bad_words_ids begin_suppress_tokens suppress_tokens diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty
-    max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
+    output_hidden_states output_scores output_router_logits torchscript use_bfloat16 tf_legacy_loss problem_type
+    finetuning_task task_specific_params id2label label2id pruned_heads is_decoder is_encoder_decoder
+    add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward
+    initializer_range attention_dropout aux_loss_alpha seq_aux ep_size pretraining_tp num_nextn_predict_layers
+    num_mtp_layers pad_token_id sep_token_id decoder_start_token_id prefix bad_words_ids begin_suppress_tokens
+    suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
     repetition_penalty return_dict_in_generate temperature top_k top_p typical_p
     """.split()  # noqa: SIM905
 )

@@ -22,7 +22,7 @@ class SwigluWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """router [E, hidden] and correction bias [E], both wide; E routed experts; the shared one (n_shared_experts in one)."""
+    """router [E, hidden] and correction bias [E], both wide; E routed experts; the shared one."""
 
     router: Array
     bias: Array
