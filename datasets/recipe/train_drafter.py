@@ -1,0 +1,188 @@
+"""Train the DFlash drafter on the target's own output within a time box.
+
+    python datasets/recipe/train_drafter.py --seconds 240 --target work/target --own work/own --out OUT [--resume]
+
+Random roots in the generated part of a row, one block of 16 per root, all blocks in one pass; cross-entropy at
+k = 1..15 weighted exp(-(k-1)/gamma). Embedding and head are the target's and stay frozen. Nothing after a generated
+end of text is learnt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corpus import WORK
+from model import Drafter, DrafterConfig, Target
+from tokenizer import END_OF_TEXT_ID
+from training import (
+    Clock,
+    autocast,
+    learning_rate,
+    load_target,
+    optimisers,
+    pick_device,
+    save_checkpoint,
+    save_resume,
+    step_all,
+)
+
+
+class Own:
+    """Generated rows on the device with the length of their prefixes."""
+
+    def __init__(self, folder: Path, device: torch.device, seed: int) -> None:
+        rows, prefixes = [], []
+        for path in sorted(folder.glob("own-*.npz")):
+            with np.load(path) as file:
+                rows.append(file["rows"].astype(np.int16))
+                prefixes.append(np.full(len(rows[-1]), file["prefix"]))
+        if not rows:
+            raise FileNotFoundError(f"{folder}: no own-*.npz; run generate.py")
+        self.rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self.prefixes = torch.from_numpy(np.concatenate(prefixes)).to(device)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next(self, batch: int) -> tuple[Tensor, Tensor]:
+        """(tokens [batch, width], prefix lengths [batch])."""
+        pick = torch.randint(len(self.rows), (batch,), generator=self.generator).to(self.rows.device)
+        return self.rows[pick].long(), self.prefixes[pick]
+
+
+def draw_roots(tokens: Tensor, prefix: Tensor, roots: int, block: int) -> Tensor:
+    """Random root positions [B, roots] in the generated part, each with a full block of known tokens after it."""
+    B, T = tokens.shape
+    noise = torch.rand(B, T - block + 1, device=tokens.device)
+    position = torch.arange(T - block + 1, device=tokens.device)
+    return noise.masked_fill(position < prefix[:, None], -1.0).topk(roots, -1).indices
+
+
+def loss_of(
+    drafter: Drafter, target: Target, tokens: Tensor, prefix: Tensor, roots: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, chain tau at the block size, share of right tokens a depth)."""
+    c = drafter.c
+    with torch.no_grad():
+        features = target(tokens, taps=c.target_layer_ids, logits=False).features
+        assert features is not None
+    index = roots[..., None] + torch.arange(c.block_size, device=tokens.device)
+    labels = tokens.gather(1, index.flatten(1)).view(index.shape)
+    noise = torch.full_like(labels, c.mask_token_id)
+    noise[..., 0] = labels[..., 0]
+    hidden = drafter(target.embed_tokens(noise), features, roots, c.block_size)[:, :, 1:]
+    logits = F.linear(hidden, target.lm_head.weight)
+    ends = (tokens == END_OF_TEXT_ID) & (torch.arange(tokens.shape[1], device=tokens.device) >= prefix[:, None])
+    before = ends.long().cumsum(1) - ends.long()  # ends strictly before a position
+    live = (before.gather(1, index.flatten(1)).view(index.shape) == 0)[..., 1:] & (roots >= prefix[:, None])[..., None]
+    w = weights * live
+    nats = F.cross_entropy(logits.flatten(0, 2).float(), labels[..., 1:].flatten(), reduction="none").view(live.shape)
+    right = (logits.argmax(-1) == labels[..., 1:]) & live
+    whole = live.all(-1)
+    tau = 1 + (right.long().cumprod(-1).sum(-1) * whole).sum() / whole.sum().clamp(min=1)
+    by_depth = (right * whole[..., None]).sum((0, 1)) / whole.sum().clamp(min=1)
+    return (nats * w).sum() / w.sum(), tau, by_depth
+
+
+def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
+    torch.manual_seed(args.seed)
+    device = pick_device()
+    target = load_target(args.target, device)
+    drafter = Drafter(config).to(device).train()
+    if target.c.num_hidden_layers - 1 in config.target_layer_ids:
+        raise ValueError(f"target_layer_ids {config.target_layer_ids}: the last layer must not be tapped")
+    own = Own(args.own, device, args.seed)
+    weights = torch.exp(-torch.arange(config.block_size - 1, device=device).float() / args.gamma)
+    opts = optimisers(drafter, args.lr_muon, args.lr_adam)
+    clock, step, log = Clock(args.seconds), 0, []
+    resume = args.work / "drafter.resume"
+    if args.resume and resume.exists():
+        state = torch.load(resume, map_location=device, weights_only=True)
+        drafter.load_state_dict(state["model"])
+        for optimiser, saved in zip(opts, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        own.generator.set_state(state["generator"].cpu())
+        clock.spent, step, log = state["elapsed"], state["step"], state["log"]
+    run = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
+    begin = time.monotonic()
+    first, sums = step, torch.zeros(3, device=device)
+    while clock.started is None or clock.share < 1:
+        tokens, prefix = own.next(args.batch)
+        roots = draw_roots(tokens, prefix, args.roots, config.block_size)
+        with autocast(device):
+            loss, tau, by_depth = run(drafter, target, tokens, prefix, roots, weights)
+        loss.backward()
+        if clock.started is None:
+            _ = loss.item()
+            size, seconds = sum(p.numel() for p in drafter.parameters()), time.monotonic() - begin
+            print(f"parameters {size}; first step {seconds:.1f} s; {len(own.rows)} rows", flush=True)
+            if args.deadline:
+                clock.seconds = min(clock.seconds, args.deadline - (time.monotonic() - args.begin))
+            clock.start()
+        step_all(opts, learning_rate(clock.share, warm=0.04))
+        step += 1
+        sums += torch.stack([loss.detach(), tau, by_depth[0]])
+        if step % args.every == 0:
+            mean = (sums / args.every).tolist()
+            sums.zero_()
+            log.append([step, round(clock.elapsed, 1), *(round(m, 4) for m in mean)])
+            print(
+                f"{clock.elapsed:6.0f} s step {step} loss {mean[0]:.3f} tau {mean[1]:.3f} first token {mean[2]:.3f} "
+                f"{(step - first) / max(clock.elapsed - clock.spent, 1e-9):.1f} steps/s",
+                flush=True,
+            )
+            if len(log) % args.save_logs == 0:
+                save_checkpoint(args.out, dict(drafter.state_dict()), config.published())
+                state = {"model": drafter.state_dict(), "optimisers": [o.state_dict() for o in opts]}
+                state |= {"elapsed": clock.elapsed, "step": step, "log": log, "generator": own.generator.get_state()}
+                save_resume(resume, state)
+    save_checkpoint(args.out, dict(drafter.state_dict()), config.published())
+    report: dict[str, object] = {
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "steps": step,
+        "roots": step * args.batch * args.roots,
+        "own_rows": len(own.rows),
+        "seconds": round(clock.elapsed, 1),
+        "top1_by_depth": [round(x, 3) for x in by_depth.tolist()],
+        "seed": args.seed,
+        "log": log[:: max(1, len(log) // 100)],
+    }
+    (args.out / "train.json").write_text(json.dumps(report) + "\n")
+    print({k: v for k, v in report.items() if k != "log"}, flush=True)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=WORK / "target")
+    parser.add_argument("--own", type=Path, default=WORK / "own")
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--out", type=Path, default=WORK / "drafter")
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--deadline", type=float, help="seconds after the start at which training must have ended")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--roots", type=int, default=64)
+    parser.add_argument("--gamma", type=float, default=7.0)
+    parser.add_argument("--lr-muon", type=float, default=0.02)
+    parser.add_argument("--lr-adam", type=float, default=1e-3)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--save-logs", type=int, default=10, help="save at every n-th line of the log")
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON of DrafterConfig fields to change")
+    args = parser.parse_args()
+    args.begin = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in args.config.items()}
+    train(args, DrafterConfig(**given))
+
+
+if __name__ == "__main__":
+    main()
