@@ -1,1 +1,47 @@
-"""KDTR: golden data for kernels and decoders. See kdtr/format.py for the byte-level specification."""
+"""KDTR: golden data for kernels and decoders. kdtr/format.py is the byte-level specification.
+
+import kdtr
+kdtr.save("case.kdtr", {"x": x, "y": y}, kind="op", meta=kdtr.provenance(seed=1),
+          roles={"x": "input", "y": "expected"}, tolerances={"y": kdtr.Tolerance.ulp(2)})
+golden = kdtr.read("case.kdtr")
+kdtr.compare(golden, {"y": kernel(golden["x"])}).raise_if_failed()
+"""
+
+import sys
+from pathlib import Path
+
+if sys.byteorder != "little":
+    raise ImportError(
+        "KDTR files are little-endian and this library does not swap: big-endian machines are not supported"
+    )
+
+from kdtr.container import Container, Fixture, Raw, open, read
+from kdtr.errors import KDTRError
+from kdtr.index import Index, TensorInfo, TensorSpec, Tolerance
+from kdtr.metadata import VERSION, provenance
+from kdtr.writer import Writer, save
+
+__version__ = VERSION
+
+__all__ = [
+    "Container",
+    "Fixture",
+    "Index",
+    "KDTRError",
+    "Raw",
+    "TensorInfo",
+    "TensorSpec",
+    "Tolerance",
+    "Writer",
+    "__version__",
+    "include_dir",
+    "open",
+    "provenance",
+    "read",
+    "save",
+]
+
+
+def include_dir() -> Path:
+    """Folder for the include path of a C++ compiler: `#include <kdtr/...>` finds the C++ headers there."""
+    return Path(__file__).parent / "include"

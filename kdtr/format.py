@@ -145,8 +145,9 @@ know. Wall-clock time, host names and absolute paths do not belong here: they ma
 ---------
 Normative: a reader does these in this order and reports the first that fails, by class. Levels: 1 `open` reads the
 prefix only; 2 `verify` reads the payloads; 3 `validate` reads the metadata and applies the kind's schema. A reader
-may use a tensor's payload when level 1 and steps 17.1 and 17.3 of this tensor have passed. F is the real size of the
-file. Nothing is allocated before step 8 has passed, and then no more than the prefix.
+hands out a tensor's payload when level 1 and steps 17.1 and 17.3 of this tensor have passed, unless the caller asks
+for unverified access. F is the real size of the file. Nothing is allocated before step 8 has passed, and then no more
+than the prefix.
 
 Level 1
      1  NOT_KDTR     one of the first min(8, F) bytes differs from the magic (a Git-LFS pointer is named as such)
