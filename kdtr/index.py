@@ -336,7 +336,7 @@ def _explain(
     if value["name_off"] != name_start:
         fail_unnamed(IndexRecordError, f"name_off is {value['name_off']}, the names before end at {name_start}")
     if value["name_len"] > names_len - name_start:
-        fail(
+        fail_unnamed(
             IndexRecordError, f"the name ends at {name_start + value['name_len']}, past the {names_len} bytes of names"
         )
     if value["flags"]:

@@ -35,11 +35,10 @@ from kdtr.format import (
 )
 from kdtr.index import Index, check_records
 
-_LFS_POINTER: Final = b"version https://git-lfs"
 # First bytes of what is taken for a KDTR file most often.
 _KNOWN: Final = (
     (b"", "one of an unknown format"),
-    (_LFS_POINTER[:8], "a Git-LFS pointer, not the data: fetch it with `git lfs pull`"),
+    (b"version https://git-lfs.", "a Git-LFS pointer, not the data: fetch it with `git lfs pull`"),
     (b"\x89KDTR", "KDTR damaged by a text-mode or line-ending conversion"),
     (b"PK\x03\x04", "a zip archive (npz)"),
     (b"\x93NUMPY", "a NumPy array (npy)"),
@@ -113,7 +112,7 @@ def _check_magic(head: bytes, path: str) -> None:
     start = head[: len(MAGIC)]
     if start == MAGIC[: len(start)]:
         return
-    what = next(text for signature, text in reversed(_KNOWN) if start.startswith(signature))
+    what = next(text for signature, text in reversed(_KNOWN) if head.startswith(signature))
     raise NotKdtrError(f"not a KDTR file but {what}: starts with {start!r}, must be {MAGIC!r}", path=path)
 
 
