@@ -1,0 +1,39 @@
+"""Compiles the C++ programs of the tests on the spot, once for equal sources and flags."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+INCLUDE = Path(__file__).parents[1] / "include"
+SOURCES = Path(__file__).parent / "cpp"
+BUILD = Path(__file__).parents[2] / "build" / "kdtr-cpp"
+
+WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Wpedantic", "-Werror")
+
+
+def missing(*compilers: str) -> str | None:
+    """Why these compilers cannot be used, or None."""
+    absent = [c for c in compilers if shutil.which(c) is None]
+    return f"no {' and no '.join(absent)} on this machine" if absent else None
+
+
+def build(source: Path, *flags: str, compiler: str = "g++") -> Path:
+    """The compiled program. Raises RuntimeError with the compiler's output when it warns or fails."""
+    command = [compiler, "-std=c++17", *(flags or ("-O2", *WARNINGS)), "-I", str(INCLUDE), str(source)]
+    digest = hashlib.sha256(" ".join(command).encode())
+    for file in sorted([*(INCLUDE / "kdtr").iterdir(), *SOURCES.iterdir(), source]):
+        digest.update(file.read_bytes())
+    program = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}"
+    if program.exists():
+        return program
+    BUILD.mkdir(parents=True, exist_ok=True)
+    made = program.with_suffix(f".{os.getpid()}")
+    result = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+    if result.returncode != 0 or result.stderr:
+        raise RuntimeError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+    made.replace(program)
+    return program

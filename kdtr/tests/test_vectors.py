@@ -1,0 +1,76 @@
+"""Both readers reach the verdict of every conformance vector, and the vectors are those of their script."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+import kdtr
+from kdtr.tests import cpp_build
+from kdtr.tests.make_vectors import VECTORS, listing, vectors
+
+LISTED: list[dict[str, Any]] = json.loads((VECTORS / "vectors.json").read_text())
+# Of a record whose index entry or name is wrong, each reader says in its own way which one it is.
+NAMELESS = {"INDEX", "NAME"}
+
+
+def expected(vector: dict[str, Any], level: int) -> tuple[str, str]:
+    """Class, and tensor to be named, of a vector read up to a level."""
+    return (vector["expect"], vector.get("tensor", "")) if level >= vector["level"] else ("OK", "")
+
+
+def python_verdict(path: str, level: int) -> tuple[str, str]:
+    try:
+        with kdtr.open(path) as container:
+            if level >= 2:
+                container.verify()
+            if level >= 3:
+                container.validate()
+    except kdtr.KDTRError as error:
+        code, tensor = error.code, "" if error.code in NAMELESS else error.tensor or ""
+        return (code if path in str(error) else f"{code} without the path"), tensor
+    return "OK", ""
+
+
+def test_checked_in_vectors_are_those_of_the_script():
+    made = vectors()
+    assert (VECTORS / "vectors.json").read_text() == listing(made)
+    assert sorted(p.name for p in VECTORS.glob("*.kdtr")) == [f"{v.name}.kdtr" for v in made]
+    for vector in LISTED:
+        assert hashlib.sha256((VECTORS / vector["file"]).read_bytes()).hexdigest() == vector["sha256"], vector["file"]
+    assert len(made) >= 80
+    assert sum(len(v.data) for v in made) < 1.5 * 2**20
+
+
+def test_every_class_of_a_file_has_a_vector():
+    outside = {"NOT_FOUND", "TYPE", "IO", "ENCODE"}
+    assert {v["expect"] for v in LISTED} == {c.code for c in kdtr.KDTRError.__subclasses__()} - outside | {"OK"}
+
+
+@pytest.mark.parametrize("vector", LISTED, ids=lambda v: v["file"])
+def test_python_reader(vector):
+    path = str(VECTORS / vector["file"])
+    for level in range(1, vector["level"] + 1):
+        assert python_verdict(path, level) == expected(vector, level), f"level {level}"
+
+
+@pytest.mark.skipif(cpp_build.missing("g++") is not None, reason=str(cpp_build.missing("g++")))
+@pytest.mark.parametrize("level", [1, 2])
+def test_cpp_reader(level):
+    program = cpp_build.build(cpp_build.SOURCES / "kdtr_check.cpp")
+    paths = [str(VECTORS / v["file"]) for v in LISTED]
+    result = subprocess.run([program, str(level), *paths], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    verdicts = [line.split("\t") for line in result.stdout.splitlines()]
+    assert len(verdicts) == len(LISTED)
+    wrong = []
+    for vector, path, (code, *rest) in zip(LISTED, paths, verdicts, strict=True):
+        tensor, message = rest or ("", path)
+        found = (code, "" if code in NAMELESS else tensor)
+        if found != expected(vector, level) or path not in message:
+            wrong.append(f"{vector['file']}: {found} {message!r}, expected {expected(vector, level)}")
+    assert not wrong
