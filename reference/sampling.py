@@ -28,11 +28,16 @@ _MASK = 0xFFFFFFFF
 
 
 class TargetRowError(ValueError):
-    """A target row on the accepted path from which no token can be chosen. Nothing of its round is committed."""
+    """A target row on the accepted path, or the prompt's last, from which no token can be chosen.
 
-    def __init__(self, *, request: int, node: int, position: int | None = None):
-        place = f"request {request}, node {node}" + ("" if position is None else f", position {position}")
-        super().__init__(f"{place}: the target's logits hold NaN or have no finite maximum, so no token can be chosen")
+    It is raised before anything of its round is committed.
+    """
+
+    def __init__(self, *, request: int, node: int | None = None, position: int | None = None):
+        places = {"node": node, "position": position}
+        place = ", ".join(f"{name} {index}" for name, index in places.items() if index is not None)
+        reason = "the target's logits hold NaN or have no finite maximum, so no token can be chosen"
+        super().__init__(f"request {request}, {place}: {reason}")
         self.request, self.node, self.position = request, node, position
 
 
@@ -128,11 +133,11 @@ def choose_rows(logits: NDArray[Any], params: SamplingParams, positions: NDArray
     return choices
 
 
-def choose(logits: NDArray[Any], params: SamplingParams, position: int, *, request: int = 0, node: int = 0) -> int:
+def choose(logits: NDArray[Any], params: SamplingParams, position: int, *, request: int = 0) -> int:
     """choose_rows for one row [V]. Raises TargetRowError where that gives NO_CHOICE."""
     token = int(choose_rows(logits[None], params, np.array([position]))[0])
     if token == NO_CHOICE:
-        raise TargetRowError(request=request, node=node, position=position)
+        raise TargetRowError(request=request, position=position)
     return token
 
 

@@ -137,8 +137,8 @@ def test_a_row_without_a_sound_maximum_gets_no_choice_and_disturbs_no_other(para
     choices = choose_rows(rows, params, np.arange(6))
     assert choices.tolist() == [good[0], NO_CHOICE, NO_CHOICE, NO_CHOICE, NO_CHOICE, good[5]]
     assert np.isnan(choice_margins(rows, params, np.arange(6))).tolist() == [False, True, True, True, True, False]
-    with pytest.raises(TargetRowError, match="request 1, node 2, position 8: the target's logits hold NaN"):
-        choose(rows[2], params, 8, request=1, node=2)
+    with pytest.raises(TargetRowError, match="request 1, position 8: the target's logits hold NaN"):
+        choose(rows[2], params, 8, request=1)
     assert choose(rows[5], params, 5) == good[5]
 
 
