@@ -1,7 +1,7 @@
 """Tables and verdicts from measured rows; the same rows give the same text.
 
-A row is one prompt under one method (see measure.py). Read here: set, id, temperature, block, budget (0 is the chain),
-accepted (histogram by accepted draft tokens), distinct (share of distinct 8-grams of the output).
+A row is one prompt, decoded one way (see measure.py). Read here: set, id, temperature, block, accepted (for each
+budget, 0 being the chain, a histogram by accepted draft tokens), distinct (share of distinct 8-grams of the output).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     for row in rows:
         key = (row["set"], row["temperature"], row["block"])
         group = found.setdefault(key, Group(*key, {}, {}))
-        group.histograms.setdefault(row["budget"], {})[row["id"]] = row["accepted"]
+        for budget, histogram in row["accepted"].items():
+            group.histograms.setdefault(int(budget), {})[row["id"]] = histogram
         group.distinct[row["id"]] = row["distinct"]
     for group in found.values():
         for budget, histograms in group.histograms.items():
@@ -66,7 +67,7 @@ def name(budget: int) -> str:
 
 
 def tau_table(found: Sequence[Group], *, looping: bool) -> str:
-    """Markdown: tau of every method with its 95 % interval, over the headline prompts or over the looping ones."""
+    """Markdown: tau of every method with its 95 % interval, of the headline or of the looping prompts; "" for none."""
     budgets = sorted({b for group in found for b in group.histograms})
     lines: list[list[str | int]] = []
     for group in found:
@@ -76,9 +77,10 @@ def tau_table(found: Sequence[Group], *, looping: bool) -> str:
         rounds = int(group.acceptance(CHAIN, ids).rounds.sum())
         cells = [interval(bootstrap(group.acceptance(b, ids))) for b in budgets]
         lines.append([*group.label, len(ids), rounds, *cells])
-    return tabulate(
-        lines, ["set", "decoding", "block", "prompts", "chain rounds", *map(name, budgets)], tablefmt="pipe"
-    )
+    if not lines:
+        return ""
+    headers = ["set", "decoding", "block", "prompts", "chain rounds", *map(name, budgets)]
+    return str(tabulate(lines, headers, tablefmt="pipe"))
 
 
 def prompt_table(found: Sequence[Group]) -> str:
@@ -103,6 +105,23 @@ def step_table(found: Sequence[Group]) -> str:
         lines.append([*group.label, *map(interval, steps)])
     headers = ["set", "decoding", "block", *(f"{name(low)} -> {name(high)}" for low, high in pairs)]
     return str(tabulate(lines, headers, tablefmt="pipe"))
+
+
+def text(found: Sequence[Group]) -> str:
+    """All tables, as they stand in the model card."""
+    looping = tau_table(found, looping=True)
+    return "\n\n".join(
+        [
+            "tau [95 % interval over prompts]; prompts whose output has at least 0.8 distinct 8-grams:",
+            tau_table(found, looping=False),
+            "What each step of the budget adds to tau [paired 95 % interval], same prompts:",
+            step_table(found),
+            "Mean of the prompts' own tau / rounds, same prompts:",
+            prompt_table(found),
+            "tau of the looping prompts (below 0.8 distinct 8-grams):",
+            looping if looping else "There are none.",
+        ]
+    )
 
 
 def interval(value: Interval) -> str:

@@ -11,9 +11,9 @@ from datasets.evaluation import report, rows
 from datasets.evaluation.statistics import Acceptance, bootstrap, distinct_ratio, split_looping
 
 
-def row(prompt: int, budget: int, accepted: list[int], distinct: float = 1.0, **other) -> rows.Row:
-    plain = {"set": "heldout_code", "id": str(prompt), "temperature": 0.0, "block": 8, "budget": budget}
-    return plain | {"accepted": accepted, "distinct": distinct} | other
+def row(prompt: int, accepted: dict[int, list[int]], distinct: float = 1.0, **other) -> rows.Row:
+    plain = {"set": "heldout_code", "id": str(prompt), "temperature": 0.0, "block": 8, "distinct": distinct}
+    return plain | {"accepted": {str(budget): h for budget, h in accepted.items()}} | other
 
 
 def test_tau_counts_tokens_per_target_pass():
@@ -56,8 +56,8 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
 
 
 def test_claims_hold_only_where_the_interval_says_so():
-    good = [row(i, b, [2, 3 + b // 8, 2]) for i in range(12) for b in (0, 7, 64)]
-    good += [row(i, b, [0, b, 60], block=16) for i in range(12) for b in (0, 7, 64)]
+    good = [row(i, {b: [2, 3 + b // 8, 2] for b in (0, 7, 64)}) for i in range(12)]
+    good += [row(i, {b: [0, b, 60] for b in (0, 7, 64)}, block=16) for i in range(12)]
     found = report.groups(good)
     verdict = {c.text: c.holds for c in report.claims(found, chain_floor=1.5)}
     assert verdict["heldout_code greedy block 8: chain tau >= 1.5"]
@@ -65,25 +65,25 @@ def test_claims_hold_only_where_the_interval_says_so():
     # accepting 1 instead of 2 more often: the second group falls with the budget, and is told so
     assert not verdict["heldout_code greedy block 16: tau 64 above 7"]
     assert not verdict["heldout_code greedy block 16: no step falls"]
-    flat = report.groups(row(i, b, [5, 5]) for i in range(12) for b in (0, 7, 64))
+    flat = report.groups(row(i, {b: [5, 5] for b in (0, 7, 64)}) for i in range(12))
     verdict = {c.text: c.holds for c in report.claims(flat, chain_floor=1.5)}
     assert verdict["heldout_code greedy block 8: no step falls"]
     assert not verdict["heldout_code greedy block 8: tau 7 above chain"]
 
 
 def test_looping_prompts_stand_apart():
-    data = [row(0, b, [0, 4]) for b in (0, 7)] + [row(1, b, [0, 0, 4], 0.3) for b in (0, 7)]
+    data = [row(0, {0: [0, 4], 7: [0, 4]}), row(1, {0: [0, 0, 4], 7: [0, 0, 4]}, 0.3)]
     found = report.groups(data)
     assert "2.00 [2.00, 2.00]" in report.tau_table(found, looping=False)
     assert "3.00" not in report.tau_table(found, looping=False)
     assert "3.00 [3.00, 3.00]" in report.tau_table(found, looping=True)
-    only = report.groups(row(1, b, [0, 0, 4], 0.3) for b in (0, 7, 64))
+    only = report.groups([row(1, {b: [0, 0, 4] for b in (0, 7, 64)}, 0.3)])
     assert not any(c.holds for c in report.claims(only))
 
 
 def test_a_method_without_all_prompts_is_refused():
     with pytest.raises(ValueError, match=r"budget 7: 1 prompts are missing, e\.g\. 2"):
-        report.groups([row(1, 0, [1]), row(2, 0, [1]), row(1, 7, [1])])
+        report.groups([row(1, {0: [1], 7: [1]}), row(2, {0: [1]})])
 
 
 def test_rows_survive_a_torn_line(tmp_path, capsys):
