@@ -7,12 +7,12 @@ Times are seconds. A number that is not finite is stored as null, with its place
     depth_histogram, stages, timing, trees, environment, nulls
 `Parity`: against, compared, differences, margins, first_difference, reproduce
 `Difference`: what, unit, round, index, expected, actual, seed, margin
-`Timing`: method, mode, samples_s, warmup_s, dropped, capped, launch, l2, clocks_before, clocks_after
+`Timing`: method, mode, samples_s, warmup_s, warmups, dropped, capped, launch, l2, clocks_before, clocks_after
 `Clocks`: sm_mhz, memory_mhz, throttle
 `RecordedTree`: prompt, round, tokens, texts, parents, depths, scores, accepted, bonus, bonus_text
 `Environment`: hardware_key, os, arch, cpu, cores, commit, dirty, code, modules, versions, threads, libraries, gpu,
     gpu_missing, problems
-`Gpu`: name, uuid_hash, sm_count, compute_capability, memory_bytes, driver, power_limit_w, clocks_locked, busy
+`Gpu`: name, uuid_hash, sm_count, compute_capability, memory_bytes, driver, power_limit_w, max_sm_mhz, busy
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from harness import codec
 SCHEMA = 1
 
 Status = Literal["OK", "INVALID", "NOT_RUN"]
+Method = Literal["wall", "cpu", "events", "graph"]
 Scalar = str | int | float | bool | None
 
 
@@ -62,7 +63,7 @@ class Gpu:
     memory_bytes: int | None
     driver: str | None
     power_limit_w: float | None
-    clocks_locked: bool | None
+    max_sm_mhz: int | None
     busy: bool | None
 
 
@@ -137,18 +138,19 @@ class Parity:
 class Timing:
     """Samples of one arm. Sample i of every arm of a case was taken in the same interleaved turn, so they are paired.
 
-    method: how a sample was measured; "graph" = events around a CUDA graph launch.
+    method: how a sample was measured; "cpu" = processor time, "graph" = events around a CUDA graph launch.
     mode: "e2e" has no synchronisation inside and gives speed; "staged" gives shares of stages.
-    warmup_s: the first sample, kept apart. dropped: turns dropped because the GPU throttled. capped: the time limit
-    ended the measurement before the wanted number of samples.
+    warmup_s: the first sample, kept apart. warmups: how many turns came before the samples. dropped: turns dropped
+    because the GPU throttled. capped: the time limit ended the measurement before the wanted number of samples.
     """
 
-    method: Literal["wall", "events", "graph"]
+    method: Method
     mode: Literal["e2e", "staged"]
     samples_s: tuple[float | None, ...]
     warmup_s: float | None
     dropped: int
     capped: bool
+    warmups: int = 1
     launch: Literal["eager", "graph"] | None = None
     l2: Literal["warm", "flushed"] | None = None
     clocks_before: Clocks | None = None
