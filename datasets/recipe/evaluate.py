@@ -18,13 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from corpus import WORK
-from generate import Generator, draw_prefixes
+from generate import continue_rows, draw_prefixes
 from model import Drafter, Target
 from tokenizer import END_OF_TEXT_ID, Tokenizer
+from torch import Tensor
+from torch.nn import functional
 from training import autocast, load_drafter, load_target, pick_device
 
 RANKS = 32
@@ -70,8 +69,8 @@ def propose(
             features = target(part, taps=c.target_layer_ids, logits=False).features
             assert features is not None
             hidden = drafter(target.embed_tokens(noise), features, roots, block)[:, :, 1:]
-            logits = F.linear(hidden, target.lm_head.weight)
-        top = F.log_softmax(logits.float(), -1).topk(RANKS, -1)
+            logits = functional.linear(hidden, target.lm_head.weight)
+        top = functional.log_softmax(logits.float(), -1).topk(RANKS, -1)
         out_scores.append(top.values.cpu().numpy())
         out_ids.append(top.indices.cpu().numpy())
     return np.concatenate(out_scores), np.concatenate(out_ids)
@@ -137,11 +136,11 @@ def main() -> None:
     target, drafter = load_target(args.target, device), load_drafter(args.drafter, device)
     tokens = np.fromfile(args.tokens, np.uint16)
     prefixes = draw_prefixes(tokens, args.prefix, args.rows, np.random.default_rng(args.seed)).astype(np.int64)
-    generator, report = Generator(target, False), {}
+    report = {}
     for temperature in (0.0, 1.0):
         begin = time.monotonic()
         heat = torch.full((args.rows,), temperature, device=device)
-        rows = generator.rows(torch.from_numpy(prefixes).to(device), args.prefix + args.new, heat, args.seed)
+        rows = continue_rows(target, torch.from_numpy(prefixes).to(device), args.prefix + args.new, heat, args.seed)
         result: dict[str, object] = {
             "distinct_8grams": round(
                 float(np.mean([distinct_runs(r[args.prefix : end_of(r, args.prefix)]) for r in rows.cpu().numpy()])), 3

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from corpus import WORK
-from model import KVCache, Target
+from model import Target
 from tokenizer import END_OF_TEXT_ID, MASK_ID
+from torch import Tensor
 from training import autocast, load_target, pick_device
 
 PREFIXES = (16, 32, 64, 96, 128, 192, 256)
@@ -34,40 +33,22 @@ def choose(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> T
     return (logits + temperature[:, None] * gumbel).argmax(-1)
 
 
-class Generator:
-    """Batched decoding with fixed shapes: one compiled step for all prefixes of the same batch and capacity."""
-
-    def __init__(self, target: Target, compiled: bool) -> None:
-        self.target, self.device = target, target.lm_head.weight.device
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.run = torch.compile(target.step, dynamic=False) if compiled else target.step
-
-    @torch.no_grad()
-    def rows(self, prefixes: Tensor, width: int, temperature: Tensor, seed: int) -> Tensor:
-        """prefixes [B, P] -> [B, width]."""
-        batch, length = prefixes.shape
-        generator = torch.Generator(self.device).manual_seed(seed)
-        cache: KVCache = self.target.new_cache(batch, width, self.dtype)
-        out = torch.empty(batch, width, dtype=torch.long, device=self.device)
-        out[:, :length] = prefixes
-        with autocast(self.device):
-            logits = torch.cat(  # the prefill runs in slices: its attention mask is explicit
-                [
-                    self.target.step(
-                        part,
-                        torch.zeros((), dtype=torch.long, device=self.device),
-                        KVCache([k[i : i + 256] for k in cache.keys], [v[i : i + 256] for v in cache.values]),
-                    )
-                    for i, part in zip(range(0, batch, 256), prefixes.split(256), strict=True)
-                ]
-            )
-            for position in range(length, width):
-                tokens = choose(logits, temperature, generator)
-                out[:, position] = tokens
-                if position + 1 < width:
-                    start = torch.tensor(position, device=self.device)
-                    logits = self.run(tokens[:, None], start, cache)
-        return out
+@torch.no_grad()
+def continue_rows(target: Target, prefixes: Tensor, width: int, temperature: Tensor, seed: int) -> Tensor:
+    """prefixes [B, P] on the target's device, temperature [B] -> rows [B, width], generated from column P on."""
+    (batch, length), device = prefixes.shape, prefixes.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = target.new_cache(batch, width, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    out = torch.empty(batch, width, dtype=torch.long, device=device)
+    out[:, :length] = prefixes
+    with autocast(device):
+        logits = target.step(prefixes, 0, cache)
+        for position in range(length, width):
+            tokens = choose(logits, temperature, generator)
+            out[:, position] = tokens
+            if position + 1 < width:
+                logits = target.step(tokens[:, None], position, cache)
+    return out
 
 
 def draw_prefixes(tokens: np.ndarray, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -90,10 +71,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     args = parser.parse_args()
     device = pick_device()
-    generator = Generator(load_target(args.target, device), args.compile)
+    target = load_target(args.target, device)
     tokens = np.fromfile(args.tokens / "train.bin", np.uint16)
     args.out.mkdir(parents=True, exist_ok=True)
     done = len(list(args.out.glob("own-*.npz")))  # files of an interrupted run are kept
@@ -103,13 +83,14 @@ def main() -> None:
         length = args.prefixes[done % len(args.prefixes)]
         temperature = np.where(rng.random(args.batch) < 0.5, 0.0, rng.uniform(0.7, 1.0, args.batch)).astype(np.float32)
         prefixes = torch.from_numpy(draw_prefixes(tokens, length, args.batch, rng).astype(np.int64)).to(device)
-        rows = generator.rows(prefixes, args.width, torch.from_numpy(temperature).to(device), done)
+        rows = continue_rows(target, prefixes, args.width, torch.from_numpy(temperature).to(device), done)
         part = args.out / "part.npz"
         np.savez(part, rows=rows.cpu().numpy().astype(np.uint16), prefix=length, temperature=temperature)
         part.replace(args.out / f"own-{done:03d}.npz")
         done, count = done + 1, count + args.batch * (args.width - length)
         seconds = time.monotonic() - begin
         print(f"{seconds:5.0f} s {done} files, {count} new tokens, {count / seconds / 1e3:.0f} k tokens/s", flush=True)
+    (args.out / "done").touch()
 
 
 if __name__ == "__main__":

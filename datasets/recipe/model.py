@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class FFN(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MoE(nn.Module):
@@ -181,7 +181,7 @@ class MoE(nn.Module):
         """Weights [tokens, experts], zero for experts that were not chosen."""
         c = self.c
         with torch.autocast(x.device.type, enabled=False):
-            scores = torch.sigmoid(F.linear(x.float(), self.router.float()))
+            scores = torch.sigmoid(functional.linear(x.float(), self.router.float()))
         biased = scores.detach() + self.bias
         groups = biased.view(-1, c.n_group, c.n_routed_experts // c.n_group)
         kept = groups.topk(2, -1).values.sum(-1).topk(c.topk_group, -1).indices
@@ -194,9 +194,11 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] -> (output [tokens, hidden], tokens per expert [experts])."""
         weights = self.choose(x)
-        inner = F.silu(F.linear(x, self.gate_proj.flatten(0, 1))) * F.linear(x, self.up_proj.flatten(0, 1))
+        inner = functional.silu(functional.linear(x, self.gate_proj.flatten(0, 1))) * functional.linear(
+            x, self.up_proj.flatten(0, 1)
+        )
         inner = inner.unflatten(-1, (self.c.n_routed_experts, -1)) * weights.to(inner.dtype)[..., None]
-        routed = F.linear(inner.flatten(1), self.down_proj.transpose(0, 1).flatten(1))
+        routed = functional.linear(inner.flatten(1), self.down_proj.transpose(0, 1).flatten(1))
         return routed + self.shared_experts(x), (weights.detach() > 0).sum(0)
 
     @torch.no_grad()
@@ -212,7 +214,7 @@ class Attention(nn.Module):
 
     def __init__(self, c: TargetConfig) -> None:
         super().__init__()
-        self.c = c
+        self.c, self.pad_values = c, True
         heads, qk = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim
         self.q_a_proj, self.q_b_proj = linear(c.hidden_size, c.q_lora_rank), linear(c.q_lora_rank, heads * qk)
         self.kv_a_proj_with_mqa = linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
@@ -231,12 +233,17 @@ class Attention(nn.Module):
         q = torch.cat([q[..., :nope], rotate_pairs(q[..., nope:], *rope)], -1)
         return q, torch.cat([kv[..., :nope], rope_key], -1), kv[..., nope:]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Causal when mask is None. v is padded to the width of q and k, which the fused kernels want."""
-        B, heads, T, width = q.shape
-        padded = F.pad(v, (0, width - v.shape[-1]))
-        out = F.scaled_dot_product_attention(q, k, padded, attn_mask=mask, is_causal=mask is None)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of T rows over themselves. Fused kernels other than cuDNN's want v as wide as q and k."""
+        B, _, T, width = q.shape
+        wide = functional.pad(v, (0, width - v.shape[-1])) if self.pad_values else v
+        out = functional.scaled_dot_product_attention(q, k, wide, is_causal=True)
         return self.o_proj(out[..., : v.shape[-1]].transpose(1, 2).reshape(B, T, -1))
+
+    def attend_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One new row a sequence over its whole cache: q [B, heads, 1, d], k, v [B, heads, S, .]."""
+        scores = (q.to(k.dtype) @ k.mT).float() * q.shape[-1] ** -0.5
+        return self.o_proj((scores.softmax(-1).to(v.dtype) @ v).flatten(1)[:, None])
 
 
 class TargetLayer(nn.Module):
@@ -292,7 +299,7 @@ class Target(nn.Module):
         x, features, loads = self.embed_tokens(tokens), [], []
         rope = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.c.qk_rope_head_dim, self.c.rope_theta)
         for index, layer in enumerate(self.layers):
-            x = x + layer.self_attn.attend(*layer.self_attn.project(layer.input_layernorm(x), rope), None)
+            x = x + layer.self_attn.attend(*layer.self_attn.project(layer.input_layernorm(x), rope))
             x, load = layer.feed_forward(x)
             loads += [] if load is None else [load]
             if index in taps:
@@ -300,17 +307,21 @@ class Target(nn.Module):
         out = self.lm_head(self.norm(x)) if logits else x
         return TargetOutput(out, torch.cat(features, -1) if taps else None, torch.stack(loads) if loads else None)
 
-    def step(self, tokens: Tensor, start: Tensor, cache: KVCache) -> Tensor:
-        """One decoding step or the prefill: tokens [B, T] at positions start.. -> logits [B, V] of the last row."""
-        positions = start + torch.arange(tokens.shape[1], device=tokens.device)
+    def step(self, tokens: Tensor, start: int, cache: KVCache) -> Tensor:
+        """The prefill (start 0) or one decoding step (T = 1): tokens [B, T] at start.. -> logits [B, V], last row."""
+        T = tokens.shape[1]
+        if start and T != 1:
+            raise ValueError(f"a step after the prefill takes one token a row, got {T}")
+        positions = torch.arange(start, start + T, device=tokens.device)
         rope = rotary(positions, self.c.qk_rope_head_dim, self.c.rope_theta)
-        mask = torch.arange(cache.keys[0].shape[2], device=tokens.device)[None] <= positions[:, None]
         x = self.embed_tokens(tokens)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
-            keys.index_copy_(2, positions, k.to(keys.dtype))
-            values.index_copy_(2, positions, v.to(values.dtype))
-            x = x + layer.self_attn.attend(q, keys, values, mask)
+            keys[:, :, start : start + T], values[:, :, start : start + T] = k, v
+            if start:
+                x = x + layer.self_attn.attend_one(q, keys[:, :, : start + 1], values[:, :, : start + 1])
+            else:
+                x = x + layer.self_attn.attend(q, k, v)
             x, _ = layer.feed_forward(x)
         return self.lm_head(self.norm(x[:, -1]))
 

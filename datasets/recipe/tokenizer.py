@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
 from corpus import RECIPE, WORK, read_documents
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 END_OF_TEXT_ID, MASK_ID = 0, 1
@@ -66,8 +65,8 @@ def encode(tokenizer: Tokenizer, documents: list[str], batch: int = 2048) -> np.
     """uint16 [tokens]: every document after an end-of-text token, and one at the very end."""
     parts = []
     for start in range(0, len(documents), batch):
-        for encoding in tokenizer.encode_batch_fast(documents[start : start + batch]):
-            parts.append(np.array(encoding.ids, dtype=np.uint16))
+        encodings = tokenizer.encode_batch_fast(documents[start : start + batch])
+        parts += [np.array(encoding.ids, dtype=np.uint16) for encoding in encodings]
     return np.concatenate([*parts, np.array([END_OF_TEXT_ID], dtype=np.uint16)])
 
 
@@ -87,7 +86,9 @@ def main() -> None:
     for split in ("heldout", "train"):
         start, documents = time.monotonic(), read_documents(args.corpus / f"{split}.xz")
         ids = encode(tokenizer, documents)
-        ids.tofile(args.out / f"{split}.bin")
+        part = args.out / f"{split}.part"
+        ids.tofile(part)
+        part.replace(args.out / f"{split}.bin")
         characters = sum(map(len, documents))
         print(
             f"{split}: {len(documents)} documents, {characters} characters, {len(ids)} tokens, "

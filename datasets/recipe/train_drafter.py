@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from corpus import WORK
 from model import Drafter, DrafterConfig, Target
 from tokenizer import END_OF_TEXT_ID
+from torch import Tensor
+from torch.nn import functional
 from training import (
     Clock,
     autocast,
@@ -32,6 +31,7 @@ from training import (
     save_checkpoint,
     save_resume,
     step_all,
+    wait_for,
 )
 
 
@@ -77,12 +77,14 @@ def loss_of(
     noise = torch.full_like(labels, c.mask_token_id)
     noise[..., 0] = labels[..., 0]
     hidden = drafter(target.embed_tokens(noise), features, roots, c.block_size)[:, :, 1:]
-    logits = F.linear(hidden, target.lm_head.weight)
+    logits = functional.linear(hidden, target.lm_head.weight)
     ends = (tokens == END_OF_TEXT_ID) & (torch.arange(tokens.shape[1], device=tokens.device) >= prefix[:, None])
     before = ends.long().cumsum(1) - ends.long()  # ends strictly before a position
     live = (before.gather(1, index.flatten(1)).view(index.shape) == 0)[..., 1:] & (roots >= prefix[:, None])[..., None]
     w = weights * live
-    nats = F.cross_entropy(logits.flatten(0, 2).float(), labels[..., 1:].flatten(), reduction="none").view(live.shape)
+    nats = functional.cross_entropy(logits.flatten(0, 2).float(), labels[..., 1:].flatten(), reduction="none").view(
+        live.shape
+    )
     right = (logits.argmax(-1) == labels[..., 1:]) & live
     whole = live.all(-1)
     tau = 1 + (right.long().cumprod(-1).sum(-1) * whole).sum() / whole.sum().clamp(min=1)
@@ -97,9 +99,22 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
     drafter = Drafter(config).to(device).train()
     if target.c.num_hidden_layers - 1 in config.target_layer_ids:
         raise ValueError(f"target_layer_ids {config.target_layer_ids}: the last layer must not be tapped")
-    own = Own(args.own, device, args.seed)
     weights = torch.exp(-torch.arange(config.block_size - 1, device=device).float() / args.gamma)
     opts = optimisers(drafter, args.lr_muon, args.lr_adam)
+    run = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
+    begin = time.monotonic()
+    if args.compile:
+        tokens = torch.randint(2, target.c.vocab_size, (args.batch, args.width), device=device)
+        prefix = torch.full((args.batch,), 16, device=device)
+        with autocast(device):
+            loss, _, _ = run(
+                drafter, target, tokens, prefix, draw_roots(tokens, prefix, args.roots, config.block_size), weights
+            )
+        loss.backward()
+        drafter.zero_grad(set_to_none=True)
+    prepared = time.monotonic() - begin
+    wait_for(args.own / "done", args.wait)
+    own = Own(args.own, device, args.seed)
     clock, step, log = Clock(args.seconds), 0, []
     resume = args.work / "drafter.resume"
     if args.resume and resume.exists():
@@ -109,22 +124,18 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
             optimiser.load_state_dict(saved)
         own.generator.set_state(state["generator"].cpu())
         clock.spent, step, log = state["elapsed"], state["step"], state["log"]
-    run = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
-    begin = time.monotonic()
+    size = sum(p.numel() for p in drafter.parameters())
+    print(f"parameters {size}; prepared in {prepared:.1f} s; {len(own.rows)} rows", flush=True)
+    if args.deadline:
+        clock.seconds = min(clock.seconds, args.deadline - (time.monotonic() - args.begin))
+    clock.start()
     first, sums = step, torch.zeros(3, device=device)
-    while clock.started is None or clock.share < 1:
+    while clock.share < 1:
         tokens, prefix = own.next(args.batch)
         roots = draw_roots(tokens, prefix, args.roots, config.block_size)
         with autocast(device):
             loss, tau, by_depth = run(drafter, target, tokens, prefix, roots, weights)
         loss.backward()
-        if clock.started is None:
-            _ = loss.item()
-            size, seconds = sum(p.numel() for p in drafter.parameters()), time.monotonic() - begin
-            print(f"parameters {size}; first step {seconds:.1f} s; {len(own.rows)} rows", flush=True)
-            if args.deadline:
-                clock.seconds = min(clock.seconds, args.deadline - (time.monotonic() - args.begin))
-            clock.start()
         step_all(opts, learning_rate(clock.share, warm=0.04))
         step += 1
         sums += torch.stack([loss.detach(), tau, by_depth[0]])
@@ -144,7 +155,7 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
                 save_resume(resume, state)
     save_checkpoint(args.out, dict(drafter.state_dict()), config.published())
     report: dict[str, object] = {
-        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "parameters": size,
         "steps": step,
         "roots": step * args.batch * args.roots,
         "own_rows": len(own.rows),
@@ -166,6 +177,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=WORK / "drafter")
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--deadline", type=float, help="seconds after the start at which training must have ended")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds to wait for the data once prepared")
+    parser.add_argument("--width", type=int, default=384, help="width of the generated rows")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--roots", type=int, default=64)
     parser.add_argument("--gamma", type=float, default=7.0)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model import Drafter, DrafterConfig, Target, TargetConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-
-from model import Drafter, DrafterConfig, Target, TargetConfig
 
 SHARD_BYTES = 15_000_000  # small enough for tools that move checkpoints in pieces
 
@@ -29,6 +28,15 @@ def pick_device() -> torch.device:
     return torch.device("cpu")
 
 
+def use_narrow_values(target: Target, narrow: bool) -> None:
+    """Attention without padding of v: 1.8 times as fast on Hopper, and only cuDNN's kernel takes it."""
+    for layer in target.layers:
+        layer.self_attn.pad_values = not narrow
+    torch.backends.cuda.enable_flash_sdp(not narrow)
+    torch.backends.cuda.enable_mem_efficient_sdp(not narrow)
+    torch.backends.cuda.enable_math_sdp(not narrow)
+
+
 def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
@@ -38,6 +46,15 @@ def learning_rate(share: float, warm: float = 0.03, cool: float = 0.5) -> float:
     if share < warm:
         return max(share, 1e-3) / warm
     return 1.0 if share < 1 - cool else max((1 - share) / cool, 0.0)
+
+
+def wait_for(path: Path, seconds: float) -> None:
+    """Wait until another command of the recipe has written `path` (compilation overlaps with making the data)."""
+    begin = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - begin > seconds:
+            raise FileNotFoundError(f"{path}: not there after {seconds:g} s")
+        time.sleep(0.2)
 
 
 @dataclass
