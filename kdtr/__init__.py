@@ -15,6 +15,7 @@ if sys.byteorder != "little":
         "KDTR files are little-endian and this library does not swap: big-endian machines are not supported"
     )
 
+from kdtr.compare import Comparison, MismatchError, Row, compare, compare_array
 from kdtr.container import Container, Fixture, Raw, open, read
 from kdtr.errors import KDTRError
 from kdtr.index import Index, TensorInfo, TensorSpec, Tolerance
@@ -24,16 +25,21 @@ from kdtr.writer import Writer, save
 __version__ = VERSION
 
 __all__ = [
+    "Comparison",
     "Container",
     "Fixture",
     "Index",
     "KDTRError",
+    "MismatchError",
     "Raw",
+    "Row",
     "TensorInfo",
     "TensorSpec",
     "Tolerance",
     "Writer",
     "__version__",
+    "compare",
+    "compare_array",
     "include_dir",
     "open",
     "provenance",
