@@ -51,9 +51,11 @@ class KeyReader:
         """Allow keys that are read elsewhere or mean nothing here."""
         self._taken.update(keys)
 
-    def only(self, key: str, *supported: Any) -> None:
-        """The key may be absent; otherwise its value must be one of `supported`."""
+    def only(self, key: str, *supported: Any, required: bool = False) -> None:
+        """The key may be absent unless required; otherwise its value must be one of `supported`."""
         self._taken.add(key)
+        if required:
+            self._take(key, _REQUIRED)
         if key in self.raw and not any(_same(self.raw[key], value) for value in supported):
             expected = " or ".join(repr(value) for value in supported)
             raise ConfigError(f"{self.where}: {key} is {self.raw[key]!r}, supported is {expected}")

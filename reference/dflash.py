@@ -135,7 +135,7 @@ class DFlash:
         for index, layer in enumerate(self._layers):
             at = f"layers.{index}/"
             normed = numerics.rms_norm(x, layer.input_norm, eps)
-            query = numerics.linear(normed, layer.q_proj).reshape(self.block_size, -1, config.head_dim)
+            query = numerics.linear(normed, layer.q_proj).reshape(self.block_size, config.num_attention_heads, -1)
             query = numerics.rms_norm(query, layer.q_norm, eps)
             query = record[at + "q"] = rotate(query, cos[:, None], sin[:, None], "half", numerics)
             key, value = record[at + "k"], record[at + "v"] = self._keys_and_values(layer, normed, cos, sin)
@@ -154,8 +154,9 @@ class DFlash:
 
     def _keys_and_values(self, layer: DraftLayer, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         """x [m, H] -> rotated keys and values, each [m, kv heads, head_dim]."""
-        both = self.numerics.linear(x, layer.kv_proj).reshape(len(x), 2, -1, self.config.head_dim)
-        key = self.numerics.rms_norm(both[:, 0], layer.k_norm, self.config.rms_norm_eps)
+        config = self.config
+        both = self.numerics.linear(x, layer.kv_proj).reshape(len(x), 2, config.num_key_value_heads, config.head_dim)
+        key = self.numerics.rms_norm(both[:, 0], layer.k_norm, config.rms_norm_eps)
         return rotate(key, cos[:, None], sin[:, None], "half", self.numerics), both[:, 1]
 
     def _turn(self, start: int, count: int) -> tuple[Array, Array]:

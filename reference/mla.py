@@ -69,7 +69,7 @@ def project(
         query = numerics.linear(compressed, q_b_proj)
     else:
         query = numerics.linear(x, weights.query)
-    query = query.reshape(len(x), config.num_attention_heads, -1)
+    query = query.reshape(len(x), config.num_attention_heads, n + config.qk_rope_head_dim)
     kv = numerics.linear(x, weights.kv_a_proj)
     return MlaInputs(
         q_nope=query[..., :n],
