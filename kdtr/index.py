@@ -238,7 +238,7 @@ def check_records(records: Records, blob: bytes, data_off: int, file_size: int, 
     ends = name_end.tolist()
     starts = [0, *ends[:-1]]
     names = tuple([text[a:b] for a, b in zip(starts, ends, strict=False)])
-    span = _align(records["nbytes"], PAYLOAD_ALIGN)
+    span = align(records["nbytes"], PAYLOAD_ALIGN)
     cursor = np.cumsum(span) - span + np.uint64(data_off)
 
     faulty = _faulty_names(records, blob, name_end, names) | _faulty_shapes(records) | _faulty_tolerances(records)
@@ -257,7 +257,8 @@ def check_records(records: Records, blob: bytes, data_off: int, file_size: int, 
     return names
 
 
-def _align(value: npt.NDArray[np.uint64], to: int) -> npt.NDArray[np.uint64]:
+def align(value: npt.NDArray[np.uint64], to: int) -> npt.NDArray[np.uint64]:
+    """Rounded up to a multiple of a power of two."""
     return (value + np.uint64(to - 1)) & ~np.uint64(to - 1)
 
 
@@ -285,19 +286,31 @@ def _faulty_names(records: Records, blob: bytes, name_end: npt.NDArray[np.uint64
     return faulty
 
 
-def _faulty_shapes(records: Records) -> Mask:
-    bits = _BITS[records["dtype"]]
-    ndim = records["ndim"]
-    used = np.arange(MAX_NDIM) < ndim[:, None]
+def count_elements(records: Records) -> tuple[npt.NDArray[np.uint64], Mask]:
+    """Elements of each tensor, and where the product of the dims that are not 0 is over the cap (the count is void)."""
+    used = np.arange(MAX_NDIM) < records["ndim"][:, None]
     dim = records["dim"]
-    faulty: Mask = (bits == 0) | (ndim > MAX_NDIM) | np.where(used, 0, dim).any(axis=1)
     numel = np.ones(len(records), np.uint64)
-    for axis in range(min(MAX_NDIM, int(ndim.max(initial=0)))):
+    over = np.zeros(len(records), np.bool_)
+    for axis in range(min(MAX_NDIM, int(records["ndim"].max(initial=0)))):
         factor = np.where(used[:, axis], np.maximum(dim[:, axis], 1), 1).astype(np.uint64)
-        faulty |= numel > np.uint64(MAX_NUMEL) // factor
+        over |= numel > np.uint64(MAX_NUMEL) // factor
         numel *= factor
     numel[(used & (dim == 0)).any(axis=1)] = 0
-    faulty |= records["nbytes"] != (numel * bits + np.uint64(7)) >> np.uint64(3)
+    return numel, over
+
+
+def payload_sizes(records: Records, numel: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Payload bytes of `numel` elements of each tensor."""
+    sizes: npt.NDArray[np.uint64] = (numel * _BITS[records["dtype"]] + np.uint64(7)) >> np.uint64(3)
+    return sizes
+
+
+def _faulty_shapes(records: Records) -> Mask:
+    numel, over = count_elements(records)
+    unused = np.arange(MAX_NDIM) >= records["ndim"][:, None]
+    faulty: Mask = over | (_BITS[records["dtype"]] == 0) | (records["ndim"] > MAX_NDIM)
+    faulty |= np.where(unused, records["dim"], 0).any(axis=1) | (records["nbytes"] != payload_sizes(records, numel))
     return faulty
 
 

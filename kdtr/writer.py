@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,33 +16,15 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from kdtr import dtypes
 from kdtr.container import PathLike, Raw
 from kdtr.dtypes import Bytes, DType
-from kdtr.errors import EncodeError, FileIOError, KDTRError
-from kdtr.format import (
-    HEADER,
-    HEADER_SIZE,
-    MAGIC,
-    MAJOR,
-    MAX_NAMES,
-    MAX_NDIM,
-    MAX_NUMEL,
-    MAX_TENSORS,
-    MINOR,
-    MODES,
-    PAYLOAD_ALIGN,
-    RECORD,
-    RECORD_SIZE,
-    ROLES,
-    SECTION_ALIGN,
-)
-from kdtr.index import Records, TensorSpec, Tolerance, check_records
+from kdtr.errors import EncodeError, FileIOError
+from kdtr.format import HEADER, HEADER_SIZE, MAGIC, MAJOR, MINOR, PAYLOAD_ALIGN
+from kdtr.index import TensorSpec, Tolerance
+from kdtr.layout import lay_out
 from kdtr.metadata import encode_meta
 from kdtr.payloads import BLOCK
 from kdtr.prefix import kind_is_legal
 
-_ROLE_CODE: Final = {name: code for code, name in enumerate(ROLES)}
-_MODE_CODE: Final = {name: code for code, name in enumerate(MODES)}
-_MAX_FILE: Final = 1 << 62
-_NO_DIMS: Final = (0,) * MAX_NDIM
+SMALL: Final = 1 << 12  # below this a copy is cheaper than a view
 
 
 class Writer:
@@ -79,11 +59,11 @@ class Writer:
             self._refuse(f"kind_version is {kind_version}, must be in 0..{(1 << 32) - 1}")
         self._kind: Final = (kind.encode(), kind_version)
         self._meta: Final = meta if isinstance(meta, bytes) else encode_meta(meta, kind, kind_version)
-        self._records: Final = self._layout([specs[name] for name in self._names])
-        self._dtypes: Final = [dtypes.BY_CODE[code] for code in self._records["dtype"].tolist()]
-        self._shapes: Final = [tuple(specs[name].shape) for name in self._names]
-        self._starts: Final[list[int]] = self._records["offset"].tolist()
-        self._sizes: Final[list[int]] = self._records["nbytes"].tolist()
+        self._specs: Final = [specs[name] for name in self._names]
+        self._layout: Final = lay_out(self._names, self._specs, len(self._meta), self.path)
+        self._dtypes: Final = [dtypes.BY_NAME[spec.dtype] for spec in self._specs]
+        self._starts: Final[list[int]] = self._layout.records["offset"].tolist()
+        self._sizes: Final[list[int]] = self._layout.records["nbytes"].tolist()
         self._written: Final = [0] * len(self._names)
         self._sums: Final = [xxh3_64_intdigest(b"")] * len(self._names)
         self._partial: Final[dict[int, xxh3_64]] = {}
@@ -100,13 +80,18 @@ class Writer:
         """Write the whole payload of one tensor from an array of the declared dtype and shape, in any memory order."""
         row = self._find(name)
         array, dtype, shape = _adopt(name, value, self.path)
-        if (dtype, shape) != (self._dtypes[row], self._shapes[row]):
-            self._refuse(
-                f"the array is {dtype.name} {shape}, declared was {self._dtypes[row].name} {self._shapes[row]}", name
-            )
+        spec = self._specs[row]
+        if (dtype.name, shape) != (spec.dtype, tuple(spec.shape)):
+            self._refuse(f"the array is {dtype.name} {shape}, declared was {spec.dtype} {spec.shape}", name)
         if self._written[row]:
             self._refuse(f"{self._written[row]} bytes are written already", name)
-        self._append(row, _payload(array, dtype).data)
+        self._put(row, name, array, dtype)
+
+    def _put(self, row: int, name: str, array: npt.NDArray[Any] | Raw, dtype: DType) -> None:
+        data = _payload(array, dtype)
+        if len(data) != self._sizes[row]:
+            self._refuse(f"{len(data)} bytes were given, the payload has {self._sizes[row]}", name)
+        self._append(row, data)
 
     def close(self) -> None:
         """Publish the file. Raises ENCODE, and drops it, if a payload is not complete."""
@@ -163,58 +148,6 @@ class Writer:
             self._refuse(f"was not declared; declared are {len(self._names)} tensors", name)
         return row
 
-    def _layout(self, specs: list[TensorSpec]) -> Records:
-        """Index records but for the sums: everything else follows from the declarations."""
-        names = "".join(self._names).encode()
-        for what, size, cap in (("tensors", len(specs), MAX_TENSORS), ("bytes of names", len(names), MAX_NAMES)):
-            if size > cap:
-                self._refuse(f"{size} {what}, at most {cap}")
-        records = np.zeros(len(specs), RECORD)
-        records["name_len"] = [len(name) for name in self._names]
-        records["name_off"] = np.cumsum(records["name_len"], dtype=np.uint64) - records["name_len"]
-        rows = [self._declared(name, spec) for name, spec in zip(self._names, specs, strict=True)]
-        sizes = [row[2] for row in rows]
-        if sum(sizes) > _MAX_FILE:
-            self._refuse(f"{sum(sizes)} bytes of payloads, at most {_MAX_FILE}")
-        records["dtype"] = [row[0] for row in rows]
-        records["ndim"] = [len(spec.shape) for spec in specs]
-        records["dim"] = np.array([row[1] for row in rows], np.uint64).reshape(-1, MAX_NDIM)
-        records["nbytes"] = sizes
-        records["role"] = [row[3] for row in rows]
-        for row, spec in enumerate(specs):
-            if (t := spec.tolerance) is not None:
-                for field in ("max_ulp", "atol", "rtol", "limit"):
-                    records[field][row] = getattr(t, field)
-                records["cmp"][row] = _MODE_CODE[t.mode]
-        self._data_off = _align(HEADER_SIZE + RECORD_SIZE * len(specs) + len(names) + len(self._meta), SECTION_ALIGN)
-        span = (records["nbytes"] + np.uint64(PAYLOAD_ALIGN - 1)) & ~np.uint64(PAYLOAD_ALIGN - 1)
-        records["offset"] = np.cumsum(span) - span + np.uint64(self._data_off)
-        end = int(records["offset"][-1] + records["nbytes"][-1]) if specs else self._data_off
-        self._file_size = _align(end, SECTION_ALIGN)
-        try:
-            check_records(records, names, self._data_off, self._file_size, self.path)
-        except KDTRError as error:
-            raise EncodeError(error.message, path=self.path, tensor=error.tensor) from error
-        return records
-
-    def _declared(self, name: str, spec: TensorSpec) -> tuple[int, tuple[int, ...], int, int]:
-        """dtype code, padded dims, payload bytes and role code of a declaration."""
-        dtype = dtypes.BY_NAME.get(spec.dtype)
-        if dtype is None:
-            self._refuse(f"dtype {spec.dtype!r} is none of {', '.join(dtypes.BY_NAME)}", name)
-        shape = tuple(map(operator.index, spec.shape))
-        if len(shape) > MAX_NDIM:
-            self._refuse(f"shape {shape} has {len(shape)} dimensions, at most {MAX_NDIM}", name)
-        numel = math.prod(shape)
-        if shape and (min(shape) < 0 or (numel or math.prod(d for d in shape if d)) > MAX_NUMEL):
-            self._refuse(
-                f"shape {shape}: a dim is negative, or the product of those that are not 0 is over {MAX_NUMEL}", name
-            )
-        role = _ROLE_CODE.get(spec.role)
-        if role is None:
-            self._refuse(f"role {spec.role!r} is none of {', '.join(ROLES)}", name)
-        return dtype.code, shape + _NO_DIMS[len(shape) :], dtype.nbytes(numel), role
-
     def _create(self) -> None:
         target = os.path.realpath(self.path)
         if os.path.isdir(target):
@@ -224,44 +157,49 @@ class Writer:
         try:
             self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             self._temporary = temporary
-            os.ftruncate(self._fd, self._file_size)
+            os.ftruncate(self._fd, self._layout.file_size)
         except OSError as error:
             self.abort()
             raise FileIOError(f"cannot be written: {error}", path=self.path) from error
 
-    def _append(self, row: int, data: memoryview) -> None:
+    def _append(self, row: int, data: memoryview | bytes) -> None:
         dtype, size, done = self._dtypes[row], self._sizes[row], self._written[row]
-        if data.nbytes > size - done:
-            self._refuse(f"{done + data.nbytes} bytes were given, the payload has {size}", self._names[row])
-        whole = data.nbytes == size
-        complete = done + data.nbytes == size
-        judged = data.nbytes and (dtype.name == "bool" or (dtype.packed and complete))
-        if judged and not dtype.legal(np.frombuffer(data, np.uint8), self._shapes[row]):
-            self._refuse(f"the payload has {dtype.illegal}", self._names[row])
+        end = done + len(data)
+        if end > size:
+            self._refuse(f"{end} bytes were given, the payload has {size}", self._names[row])
+        if data and (dtype.name == "bool" or (dtype.packed and end == size)):
+            payload = np.frombuffer(data, np.uint8)
+            if not dtype.legal(payload, tuple(self._specs[row].shape)):
+                self._refuse(f"the payload has {dtype.illegal}", self._names[row])
         try:
-            if whole and size <= BLOCK:
+            if len(data) == size <= BLOCK:
                 self._sums[row] = xxh3_64_intdigest(data)
                 self._emit(self._starts[row], data)
             else:
-                state = self._partial.setdefault(row, xxh3_64())
-                for at in range(0, data.nbytes, BLOCK):
-                    block = data[at : at + BLOCK]
-                    state.update(block)
-                    self._emit(self._starts[row] + done + at, block)
-                if complete:
-                    self._sums[row] = self._partial.pop(row).intdigest()
+                self._append_blocks(row, memoryview(data), done)
         except OSError as error:
             self.abort()
             raise FileIOError(f"cannot be written: {error}", path=self.path, tensor=self._names[row]) from error
-        self._written[row] = done + data.nbytes
+        self._written[row] = end
 
-    def _emit(self, offset: int, data: memoryview) -> None:
-        gap = offset - self._run_start - len(self._run)
-        if data.nbytes >= BLOCK:
-            self._pwrite(data, offset)
-        elif 0 <= gap < PAYLOAD_ALIGN and len(self._run) + gap + data.nbytes <= BLOCK:
-            self._run += bytes(gap)
-            self._run += data
+    def _append_blocks(self, row: int, data: memoryview, done: int) -> None:
+        state = self._partial.setdefault(row, xxh3_64())
+        for at in range(0, len(data), BLOCK):
+            block = data[at : at + BLOCK]
+            state.update(block)
+            self._emit(self._starts[row] + done + at, block)
+        if done + len(data) == self._sizes[row]:
+            self._sums[row] = self._partial.pop(row).intdigest()
+
+    def _emit(self, offset: int, data: memoryview | bytes) -> None:
+        """Write a block, or collect it with its neighbours if it is small."""
+        run = self._run
+        gap = offset - self._run_start - len(run)
+        if len(data) >= BLOCK:
+            self._pwrite(memoryview(data), offset)
+        elif 0 <= gap < PAYLOAD_ALIGN and len(run) + gap + len(data) <= BLOCK:
+            run += bytes(gap)
+            run += data
         else:
             self._flush()
             self._run_start = offset
@@ -269,8 +207,8 @@ class Writer:
 
     def _flush(self) -> None:
         if self._run:
-            self._pwrite(memoryview(bytes(self._run)), self._run_start)
-            self._run.clear()
+            self._pwrite(memoryview(self._run), self._run_start)
+            self._run = bytearray()
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         assert self._fd is not None
@@ -280,14 +218,15 @@ class Writer:
 
     def _publish(self, fd: int) -> None:
         self._flush()
-        self._records["data_sum"] = self._sums
-        body = b"".join([self._records.tobytes(), "".join(self._names).encode(), self._meta])
-        body += bytes(self._data_off - HEADER_SIZE - len(body))
+        records, names, data_off, file_size = self._layout
+        records["data_sum"] = self._sums
+        body = b"".join([records.tobytes(), names, self._meta])
+        body += bytes(data_off - HEADER_SIZE - len(body))
         header = np.zeros((), HEADER)
         header["magic"] = np.void(MAGIC)
         header["major"], header["minor"] = MAJOR, MINOR
-        header["file_size"], header["n_tensors"] = self._file_size, len(self._names)
-        header["names_len"], header["meta_len"] = sum(map(len, self._names)), len(self._meta)
+        header["file_size"], header["n_tensors"] = file_size, len(records)
+        header["names_len"], header["meta_len"] = len(names), len(self._meta)
         header["kind"], header["kind_version"] = np.void(self._kind[0].ljust(32, b"\0")), self._kind[1]
         header["prefix_sum"] = xxh3_64_intdigest(body)
         header["header_sum"] = xxh3_64_intdigest(header.tobytes()[:120])
@@ -335,7 +274,7 @@ def save(
     with Writer(path, specs, kind=kind, meta=meta, kind_version=kind_version) as writer:
         for row, name in enumerate(writer._names):
             array, dtype, _ = held[name]
-            writer._append(row, _payload(array, dtype).data)
+            writer._put(row, name, array, dtype)
 
 
 def _checked_names(names: Sequence[str] | Mapping[str, Any], path: str) -> list[str]:
@@ -347,6 +286,8 @@ def _checked_names(names: Sequence[str] | Mapping[str, Any], path: str) -> list[
 
 def _adopt(name: str, value: Any, path: str) -> tuple[npt.NDArray[Any] | Raw, DType, tuple[int, ...]]:
     """The value as an array, not copied if it is one, with its element type and shape."""
+    if type(value) is np.ndarray and (dtype := dtypes.from_numpy(value.dtype)) is not None:
+        return value, dtype, value.shape
     if isinstance(value, Raw):
         raw_dtype = dtypes.BY_NAME.get(value.dtype)
         if raw_dtype is None:
@@ -358,20 +299,19 @@ def _adopt(name: str, value: Any, path: str) -> tuple[npt.NDArray[Any] | Raw, DT
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise EncodeError(f"cannot be made an array: {error}", path=path, tensor=name) from error
-    dtype = dtypes.from_numpy(array.dtype)
-    if dtype is None:
+    found = dtypes.from_numpy(array.dtype)
+    if found is None:
         raise EncodeError(f"NumPy dtype {array.dtype} has no element type in this format", path=path, tensor=name)
-    return array, dtype, array.shape
+    return array, found, array.shape
 
 
-def _payload(array: npt.NDArray[Any] | Raw, dtype: DType) -> Bytes:
-    """Payload bytes; copies only what is not native and C-ordered already."""
+def _payload(array: npt.NDArray[Any] | Raw, dtype: DType) -> memoryview | bytes:
+    """Payload bytes; a large array that is native and C-ordered already is not copied."""
     if isinstance(array, Raw):
-        return np.frombuffer(array.data, np.uint8)
+        data = array.data.data if isinstance(array.data, np.ndarray) else memoryview(array.data)
+        return data.cast("B")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    return dtypes.pack(np.asarray(array, order="C"), dtype)
-
-
-def _align(value: int, to: int) -> int:
-    return -(-value // to) * to
+    if array.nbytes < SMALL and not dtype.packed:
+        return array.tobytes()  # in C order whatever the array's
+    return dtypes.pack(np.asarray(array, order="C"), dtype).data
