@@ -38,6 +38,7 @@ __all__ = [
     "Tolerance",
     "Writer",
     "__version__",
+    "cmake_dir",
     "compare",
     "compare_array",
     "include_dir",
@@ -51,3 +52,8 @@ __all__ = [
 def include_dir() -> Path:
     """Folder for the include path of a C++ compiler: `#include <kdtr/...>` finds the C++ headers there."""
     return Path(__file__).parent / "include"
+
+
+def cmake_dir() -> Path:
+    """Folder of the CMake package: `-Dkdtr_DIR=<folder>` lets `find_package(kdtr)` give the target kdtr::kdtr."""
+    return Path(__file__).parent / "cmake"

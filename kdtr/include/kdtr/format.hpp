@@ -42,22 +42,34 @@ inline constexpr std::uint8_t DTYPE_BITS[DTYPES] = {
 };
 // clang-format on
 
-// what() is "CLASS: file: tensor 'name': what is wrong", with the numbers; tensor is empty where none is concerned.
+// what() is "CLASS: file: tensor 'name': message"; tensor is empty where none is concerned.
 struct Exception : std::runtime_error {
-  Exception(Error code_, const std::string& file_, const std::string& tensor_, const std::string& message)
+  Exception(Error code_, const std::string& file_, const std::string& tensor_, const std::string& message_)
       : std::runtime_error(std::string(ERROR_NAMES[static_cast<int>(code_)]) + ": " + file_ + ": " +
-                           (tensor_.empty() ? "" : "tensor '" + tensor_ + "': ") + message),
+                           (tensor_.empty() ? "" : "tensor '" + tensor_ + "': ") + message_),
         code(code_),
         file(file_),
-        tensor(tensor_) {}
+        tensor(tensor_),
+        message(message_) {}
   Error code;
-  std::string file, tensor;
+  std::string file, tensor, message;
 };
 
-struct Tolerance {
+struct Tolerance {  // section 7 of the specification
   Compare mode = Compare::none;
   std::uint32_t max_ulp = 0;
   double atol = 0, rtol = 0, limit = 0;
+
+  static Tolerance bits() { return {Compare::bits, 0, 0, 0, 0}; }
+  static Tolerance equal() { return {Compare::equal, 0, 0, 0, 0}; }
+  static Tolerance close(double atol, double rtol, double bad_fraction = 0) {
+    return {Compare::close, 0, atol, rtol, bad_fraction};
+  }
+  static Tolerance ulp(std::uint32_t max_ulp, double bad_fraction = 0) {
+    return {Compare::ulp, max_ulp, 0, 0, bad_fraction};
+  }
+  static Tolerance similarity(double limit) { return {Compare::similarity, 0, 0, 0, limit}; }
+  static Tolerance nmse(double limit) { return {Compare::nmse, 0, 0, 0, limit}; }
 };
 
 namespace detail {
@@ -66,6 +78,8 @@ using u8 = std::uint8_t;
 using u64 = std::uint64_t;
 
 constexpr u64 MAX_TENSORS = u64{1} << 20, MAX_NAMES = u64{64} << 20, MAX_META = u64{16} << 20, MAX_NUMEL = u64{1} << 48;
+
+inline constexpr u8 MAGIC[8] = {0x89, 'K', 'D', 'T', 'R', '\r', '\n', 0x1A};
 
 struct Header {
   u8 magic[8];
@@ -132,7 +146,6 @@ struct Fail {
 // Steps 1 to 8; p holds the first min(128, size) bytes of a file of `size` bytes.
 inline Header check_header(const u8* p, u64 size, const std::string& file) {
   const Fail fail{file, ""};
-  static constexpr u8 MAGIC[8] = {0x89, 'K', 'D', 'T', 'R', '\r', '\n', 0x1A};
   if (std::memcmp(p, MAGIC, size < 8 ? size : 8) != 0) {
     const bool lfs = size >= 8 && std::memcmp(p, "version ", 8) == 0;
     const std::string_view start(reinterpret_cast<const char*>(p), size < 8 ? size : 8);
@@ -145,10 +158,11 @@ inline Header check_header(const u8* p, u64 size, const std::string& file) {
   fail.unless_sum(Error::HEADER_SUM, "header_sum", h.header_sum, p, 120);
   if (h.required_flags != 0) fail(Error::UNSUPPORTED, "required_flags " + hex(h.required_flags) + ", known are none");
   if (!all_zero(h.reserved, 40)) fail(Error::HEADER, "a reserved byte is not zero");
-  u64 length = 0;
-  while (length < 32 && h.kind[length] > 0x20 && h.kind[length] < 0x7F) ++length;
-  if (length == 0 || !all_zero(p + 40 + length, 32 - length))
-    fail(Error::HEADER, "kind " + quoted({h.kind, 32}) + ", expected 1 to 32 bytes in 0x21..0x7E, then zeros");
+  u64 good = 0, shown = 32;
+  while (good < 32 && h.kind[good] > 0x20 && h.kind[good] < 0x7F) ++good;
+  while (shown > 0 && h.kind[shown - 1] == 0) --shown;
+  if (good == 0 || good != shown)
+    fail(Error::HEADER, "kind " + quoted({h.kind, shown}) + ", expected 1 to 32 bytes in 0x21..0x7E, then zeros");
   auto cap = [&](const char* field, u64 value, u64 most) {
     if (value > most) fail(Error::LIMIT, std::string(field) + " " + num(value) + ", at most " + num(most));
   };
@@ -258,10 +272,8 @@ inline void check_index(const u8* prefix, const Header& h, const std::string& fi
   whole.unless_equal(Error::LAYOUT, "file_size", h.file_size, align(payload_end, 4096));
 }
 
-// Step 17 for one tensor; payload holds the bytes from r.offset to `end`, the next tensor's offset or the file's end.
-inline void check_payload(const u8* payload, const Record& r, u64 end, const Fail& fail) {
-  fail.unless_sum(Error::DATA_SUM, "data_sum", r.data_sum, payload, r.nbytes);
-  if (!all_zero(payload + r.nbytes, end - r.offset - r.nbytes)) fail(Error::PADDING, "a byte after it is not zero");
+// Step 17.3.
+inline void check_values(const u8* payload, const Record& r, const Fail& fail) {
   if (r.dtype == static_cast<u8>(DType::bool_)) {
     u8 any = 0;
     for (u64 i = 0; i < r.nbytes; ++i) any = static_cast<u8>(any | payload[i]);
@@ -273,6 +285,13 @@ inline void check_payload(const u8* payload, const Record& r, u64 end, const Fai
     if (bits % 8 != 0 && payload[r.nbytes - 1] >> bits % 8 != 0)
       fail(Error::VALUE, "a spare bit of its last byte is set");
   }
+}
+
+// Step 17 for one tensor; payload holds the bytes from r.offset to `end`, the next tensor's offset or the file's end.
+inline void check_payload(const u8* payload, const Record& r, u64 end, const Fail& fail) {
+  fail.unless_sum(Error::DATA_SUM, "data_sum", r.data_sum, payload, r.nbytes);
+  if (!all_zero(payload + r.nbytes, end - r.offset - r.nbytes)) fail(Error::PADDING, "a byte after it is not zero");
+  check_values(payload, r, fail);
 }
 
 }  // namespace detail

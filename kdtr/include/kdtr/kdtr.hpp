@@ -53,8 +53,8 @@ inline std::shared_ptr<u8> allocate(u64 n, const std::string& file) {
 struct Descriptor {
   int fd;
   std::string file;
-  explicit Descriptor(const std::string& path)
-      : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)), file(path) {
+  Descriptor(const char* path, int flags, const std::string& label)
+      : fd(::open(path, flags | O_CLOEXEC, 0666)), file(label) {
     if (fd < 0) fail();
   }
   Descriptor(const Descriptor&) = delete;
@@ -75,6 +75,13 @@ struct Descriptor {
       if (got < 0 && errno != EINTR) fail();
       if (got == 0) throw Exception(Error::TRUNCATED, file, "", "ends at " + num(offset + done) + " while it is read");
       if (got > 0) done += static_cast<u64>(got);
+    }
+  }
+  void write(const u8* p, u64 n, u64 offset) const {
+    for (u64 done = 0; done < n;) {
+      const auto put = ::pwrite(fd, p + done, n - done, static_cast<off_t>(offset + done));
+      if (put < 0 && errno != EINTR) fail();
+      if (put > 0) done += static_cast<u64>(put);
     }
   }
 };
@@ -166,7 +173,7 @@ class File {
  public:
   // Level 1. Error::IO when the system refuses, else the class of the first check that fails.
   explicit File(const std::string& path, Mode mode = Mode::copy) : path_(std::make_shared<const std::string>(path)) {
-    const detail::Descriptor in(path);
+    const detail::Descriptor in(path.c_str(), O_RDONLY | O_NONBLOCK, path);
     const std::uint64_t size = in.size();
     std::uint8_t head[128];
     in.read(head, size < 128 ? size : 128, 0);
