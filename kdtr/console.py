@@ -21,6 +21,8 @@ _PROGRESS_EVERY: Final = 0.1
 
 def visible(text: str) -> str:
     """`text` with control, format and unpaired surrogate characters escaped: one line, no effect on the terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -78,7 +80,7 @@ class Console:
 
     def print(self, *lines: str) -> None:
         """Write lines of the answer."""
-        self._out = _write(self._out, "".join(f"{line}\n" for line in lines))
+        self._out = _write(self._out, "".join(f"{visible(line)}\n" for line in lines))
 
     def table(self, header: Row, rows: Sequence[Row], *, right: Sequence[str] = ()) -> None:
         """Write a table, as wide as the terminal allows."""
@@ -155,9 +157,12 @@ def _write(stream: TextIO | None, text: str) -> TextIO | None:
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except (BrokenPipeError, ValueError):
+    except (BrokenPipeError, ValueError):  # closed by the other side, or by this one
         _silence(stream)
         return None
+    except OSError:
+        _silence(stream)
+        raise
     return stream
 
 

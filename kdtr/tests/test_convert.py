@@ -42,7 +42,9 @@ def payload(dtype: DType, shape: tuple[int, ...], seed: int) -> Raw:
 
 def everything(path: Path) -> None:
     """All 30 element types in all odd shapes, all tolerances, all roles, metadata with every kind of value."""
-    arrays = {f"{dtype.name}/shape{i}": payload(dtype, shape, i) for dtype in DTYPES for i, shape in enumerate(SHAPES)}
+    arrays: dict[str, Any] = {
+        f"{dtype.name}/shape{i}": payload(dtype, shape, i) for dtype in DTYPES for i, shape in enumerate(SHAPES)
+    }
     arrays["special"] = np.array([np.nan, -np.nan, -0.0, np.inf, 5e-324], np.float64)
     arrays["nan_payloads"] = np.array([0x7F800001, 0xFFC12345, 0x80000000], np.uint32).view(np.float32)
     names = sorted(arrays)
