@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from harness.records import Clocks, Method, Timing
@@ -130,6 +131,7 @@ def interleave(
     *,
     samples: int = 10,
     warmups: int = 1,
+    best_of: int = 1,
     clock: Clock | None = None,
     time_limit_s: float | None = None,
     reader: ClockReader | None = None,
@@ -140,6 +142,7 @@ def interleave(
 ) -> dict[str, Arm]:
     """Call every arm once a turn until each has `samples` samples; turns start with another arm each time.
 
+    A sample is the least of `best_of` calls in a row: more than 1 is for short calls on a machine that others use too.
     The first `warmups` turns (at least 1) are kept apart. A turn in which the GPU throttled is dropped for all arms,
     which keeps samples paired, and is made up for by another one, up to 3 times `samples` turns. `time_limit_s` ends
     the measurement after the turn that reaches it, but not before one sample.
@@ -147,8 +150,10 @@ def interleave(
     untimed; what it raises counts as the arm's error. An arm that raises fails alone; the others go on.
     Raises ValueError for no arms, or for sizes below 1.
     """
-    if not arms or samples < 1 or warmups < 1:
-        raise ValueError(f"need at least one arm, sample and warm-up, got {len(arms)}, {samples}, {warmups}")
+    if not arms or min(samples, warmups, best_of) < 1:
+        raise ValueError(
+            f"need at least one arm, sample, warm-up and call, got {len(arms)}, {samples}, {warmups}, {best_of}"
+        )
     clock = clock or WallClock()
     turns: list[tuple[dict[str, float], Clocks | None]] = []
     errors: dict[str, str] = {}
@@ -162,13 +167,11 @@ def interleave(
             shift = len(turns) % len(order)
             taken: dict[str, float] = {}
             for name in order[shift:] + order[:shift]:
+                see = partial(inspect, name, len(turns)) if inspect is not None else None
                 try:
-                    taken[name], result = _one_call(arms[name], clock, before)
-                    if inspect is not None:
-                        inspect(name, len(turns), result)
+                    taken[name] = min(_one_call(arms[name], clock, before, see) for _ in range(best_of))
                 except Exception as error:
                     errors[name] = f"{type(error).__name__} in turn {len(turns)}: {error}"
-                result = None  # a large result must not live into the next arm's call
             turns.append((taken, reader.read() if reader else None))
             kept = _kept(turns, warmups, reader)
             if len(kept) >= samples:
@@ -183,6 +186,7 @@ def interleave(
         samples_s=(),
         warmup_s=None,
         warmups=warmups,
+        best_of=best_of,
         dropped=len(turns[warmups:]) - len(kept),
         capped=capped,
         launch=launch,
@@ -277,17 +281,36 @@ class StageTimer:
         self._last = now
 
 
+def stages_of(spans: Iterable[Mapping[str, float]], wall_s: float, inside_s: float) -> Stages:
+    """Stages of a call that timed itself: `spans` by round, `inside_s` its rounds from end to end, `wall_s` measured
+    around it. "other" is what lies between the spans of the rounds."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        for name, value in span.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    seconds[OTHER] = inside_s - sum(seconds.values())
+    return Stages(seconds, wall_s)
+
+
 def staged_timing(stages: Stages, method: Method) -> Timing:
     """The Timing of a row that holds stages: one sample, in mode "staged", which is never compared with "e2e"."""
     return Timing(method, "staged", (stages.wall_s,), None, 0, False, warmups=0)
 
 
-def _one_call(work: Callable[[], Any], clock: Clock, before: Callable[[], object] | None) -> tuple[float, Any]:
+def _one_call(
+    work: Callable[[], Any],
+    clock: Clock,
+    before: Callable[[], object] | None,
+    inspect: Callable[[Any], None] | None,
+) -> float:
     if before is not None:
         before()
     start = clock.mark()
     result = work()
-    return clock.seconds(start, clock.mark()), result
+    seconds = clock.seconds(start, clock.mark())
+    if inspect is not None:
+        inspect(result)
+    return seconds
 
 
 def _kept(

@@ -6,11 +6,15 @@ import gc
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from harness import timing
 from harness.records import Clocks, Method
 from harness.timing import Arm, CpuClock, EventClock, StageTimer, WallClock, interleave
+from reference.drafter import NoisyOracleDrafter
+from reference.loop import ar_generate, ddtree_generate
+from reference.tests.toys import HashTarget
 
 
 class Machine:
@@ -138,6 +142,20 @@ def test_results_are_seen_outside_the_time_and_may_fail_the_arm():
     assert ("a", 3, "a") in seen
 
 
+def test_a_sample_is_the_least_of_its_calls():
+    machine = Machine()
+    seen = []
+    found = interleave(
+        {"a": machine.work("a", 9, 8, 9, 3, 1, 2, 5, 6, 4)},
+        samples=2,
+        best_of=3,
+        clock=machine,
+        inspect=lambda name, turn, result: seen.append(turn),
+    )["a"].timing
+    assert (found.warmup_s, found.samples_s, found.best_of) == (8, (1, 4), 3)
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
 def test_what_runs_before_a_call_is_not_timed():
     machine = Machine()
 
@@ -205,7 +223,7 @@ def test_what_counts_as_throttled(clocks, nominal, dropped):
     assert timing.throttled(clocks, nominal) is dropped
 
 
-@pytest.mark.parametrize("size", [{"samples": 0}, {"warmups": 0}, {"arms": {}}])
+@pytest.mark.parametrize("size", [{"samples": 0}, {"warmups": 0}, {"best_of": 0}, {"arms": {}}])
 def test_a_measurement_of_nothing_is_refused(size):
     with pytest.raises(ValueError, match="at least one"):
         interleave(**{"arms": {"a": lambda: None}, **size})
@@ -308,6 +326,24 @@ def test_stages_that_do_not_explain_the_wall_time_are_flagged(wall, fine):
     if problem:
         assert "sum to 1 s" in problem
         assert f"{wall}" in problem
+
+
+def test_stages_of_a_loop_that_timed_itself():
+    target = HashTarget(16)
+    prompt = np.array([5, 3, 8], np.int32)
+    golden = ar_generate(target, None, prompt, max_new_tokens=60).tokens
+    drafter = NoisyOracleDrafter(golden, 16, 8, seed=1)
+    clock = WallClock()
+    start = clock.mark()
+    found = ddtree_generate(target, drafter, prompt, max_new_tokens=60, budget=32)
+    wall = clock.seconds(start, clock.mark()) - found.prefill_seconds
+    rounds = found.rounds
+    stages = timing.stages_of((r.seconds for r in rounds), wall, sum(r.wall_seconds for r in rounds))
+    assert list(stages.seconds) == ["draft", "tree_build", "tree_compile", "verify", "commit", "other"]
+    assert all(value > 0 for value in stages.seconds.values())
+    assert sum(stages.seconds.values()) == pytest.approx(sum(r.wall_seconds for r in rounds))
+    longer = timing.stages_of((r.seconds for r in rounds), 1.1 * wall, sum(r.wall_seconds for r in rounds))
+    assert longer.problem is not None
 
 
 def test_stages_do_not_nest_or_leave_the_call():
