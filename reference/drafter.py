@@ -153,7 +153,7 @@ class ReplayDrafter(_StandIn):
     def __init__(self, lists: Mapping[int, tuple[NDArray[Any], NDArray[Any]]], vocab_size: int, block_size: int):
         super().__init__(vocab_size, block_size)
         for position, (ids, lp) in lists.items():
-            if ids.ndim != 2 or ids.shape != lp.shape or ids.shape[1] == 0:
+            if ids.ndim != 2 or ids.shape != lp.shape or (len(ids) and ids.shape[1] == 0):
                 raise ValueError(
                     f"position {position}: ids {list(ids.shape)} and lp {list(lp.shape)} must be [L, K > 0]"
                 )

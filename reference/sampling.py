@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.topk import best_ids
-
 NO_CHOICE = -1
 
 _ROUNDS = 10
@@ -100,15 +98,15 @@ def probabilities(logits: NDArray[Any], params: SamplingParams) -> NDArray[np.fl
     peak = logits.max(axis=1, keepdims=True).astype(np.float64)
     with np.errstate(over="ignore"):  # a tiny temperature sends everything below the peak to exp(-inf) = 0
         weights = np.exp((logits.astype(np.float64) - peak) / params.temperature)
-    if 0 < params.top_k < weights.shape[1]:
-        for row, weight in zip(logits, weights, strict=True):
-            weight[np.delete(np.arange(len(row)), best_ids(row, params.top_k))] = 0.0
-    if params.top_p < 1.0:
-        for row, weight in zip(logits, weights, strict=True):
-            order = np.argsort(-row, kind="stable")
-            reached = np.cumsum(weight[order] / weight.sum())
-            kept = int(np.searchsorted(reached, params.top_p, side="left")) + 1
-            weight[order[kept:]] = 0.0
+    if params.top_k > 0 or params.top_p < 1.0:
+        order = np.argsort(-logits, axis=1, kind="stable")  # best first, equal logits by id
+        ranked = np.take_along_axis(weights, order, axis=1)
+        if params.top_k > 0:
+            ranked[:, params.top_k :] = 0.0
+        if params.top_p < 1.0:
+            reached = np.cumsum(ranked / ranked.sum(axis=1, keepdims=True), axis=1)
+            ranked[:, 1:][reached[:, :-1] >= params.top_p] = 0.0
+        np.put_along_axis(weights, order, ranked, axis=1)
     normalised: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
     return normalised
 

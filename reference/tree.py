@@ -232,9 +232,9 @@ def _refuse_bad_lists(lp: NDArray[np.float32], ids: NDArray[np.int32], vocab_siz
 
 def _repeated(ids: NDArray[np.int32], counted: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """bool [L, K]: this counted entry repeats the id of an earlier counted entry of its row."""
+    distinct = np.where(counted, ids, -1 - np.arange(ids.shape[1]))  # what does not count equals nothing
+    order = np.argsort(distinct, axis=1, kind="stable")
+    in_order = np.take_along_axis(distinct, order, axis=1)
     repeated = np.zeros(ids.shape, np.bool_)
-    for row, listed, out in zip(ids, counted, repeated, strict=True):
-        places = np.flatnonzero(listed)
-        _, first = np.unique(row[places], return_index=True)
-        out[np.delete(places, first)] = True
-    return repeated
+    np.put_along_axis(repeated, order[:, 1:], in_order[:, 1:] == in_order[:, :-1], axis=1)
+    return repeated & counted

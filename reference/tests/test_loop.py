@@ -287,15 +287,11 @@ def test_a_prompt_beyond_the_capacity_names_needed_and_available_rows(loop):
 
 def test_requests_that_make_no_sense_are_refused():
     target, drafter = HashTarget(9), RandomDrafter(9, 8)
-    for prompt, options in (
-        ([], {"max_new_tokens": 1}),
-        ([1], {"max_new_tokens": -1}),
-        ([1], {"max_new_tokens": 1, "budget": -1}),
-    ):
+    for prompt, wanted, budget in (([], 1, 8), ([1], -1, 8), ([1], 1, -1)):
         with pytest.raises(ValueError, match="a request has at least 1, 0 and 0"):
-            ddtree_generate(target, drafter, prompt, **options)
+            ddtree_generate(target, drafter, prompt, max_new_tokens=wanted, budget=budget)
     with pytest.raises(TypeError, match=r"unknown options \['stop_token'\]"):
-        ddtree_generate(target, drafter, [1], max_new_tokens=1, stop_token=[3])
+        ddtree_generate(target, drafter, [1], max_new_tokens=1, stop_token=[3])  # type: ignore[call-arg]
     assert target.widths == [], "refused before any work"
 
 

@@ -24,8 +24,9 @@ def causal(rows: int) -> np.ndarray:
 class HashTarget:
     """Logits are a table row picked by an exact hash of all tokens that a row sees, so equal context gives equal bits.
 
-    Each cache row holds token, running hash and position (layer 1: their negatives). Every row checks that what it sees
-    is one sequence at positions 0, 1, 2, ... with the hash of its own tokens. Features are (token, position) per tap.
+    Each cache row holds token, running hash and position (layer 1: their negatives). Every pass checks that the
+    committed rows are one sequence at positions 0, 1, 2, ... with the hashes of its tokens, and that every new row
+    stands one after the row it continues. Features are (token, position) per tap.
     script: position -> token that is the greedy choice for this position whatever the context.
     """
 
@@ -68,18 +69,17 @@ class HashTarget:
         self.widths.append(rows)
         visible = causal(rows) if visibility is None else visibility
         places = prefix + np.arange(rows) if positions is None else np.asarray(positions)
-        held, _ = cache.read(0, prefix)
-        hashes = np.zeros(rows)
-        for row in range(rows):
-            before = np.flatnonzero(visible[row, :row])
-            known = hashes[before[-1]] if len(before) else held[-1, 1] if prefix else 1
-            hashes[row] = self.mixed(known, tokens[row])
-        new = np.stack([np.asarray(tokens, float), hashes], axis=1)
+        parents = last_visible(visible)
+        known = self.checked_prefix(cache)
+        hashes: list[int] = []
+        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
+            hashes.append(mixed(hashes[parent] if parent >= 0 else known, token))
+        before = np.where(parents >= 0, places[parents], prefix - 1)
+        np.testing.assert_array_equal(places, before + 1)
+        new = np.stack([np.asarray(tokens, float), np.array(hashes, float)], axis=1)
         for layer, sign in enumerate((1, -1)):
             cache.write(layer, sign * new, sign * places[:, None].astype(float))
-        for row in range(rows):
-            self.check_row(cache, visible[row], int(places[row]), hashes[row], rows)
-        logits = self.table[hashes.astype(np.int64) % len(self.table)].copy()
+        logits = self.table[np.array(hashes) % len(self.table)].copy()
         for row, place in enumerate(places):
             if place + 1 in self.script:
                 logits[row, self.script[place + 1]] = 1e3
@@ -87,22 +87,28 @@ class HashTarget:
         return Output(logits, np.tile(features, len(taps)) if taps else features[:, :0])
 
     @staticmethod
-    def mixed(known: Any, token: Any) -> int:
-        return (int(known) * 48271 + int(token) + 1) % 2147483647
-
-    def check_row(self, cache: LatentCache, sees: np.ndarray, place: int, final: float, rows: int) -> None:
-        index = np.concatenate([np.arange(cache.length), cache.length + np.flatnonzero(sees)])
-        latent, position = (part[index] for part in cache.read(0, cache.length + rows))
-        mirror, mirrored = (part[index] for part in cache.read(1, cache.length + rows))
-        np.testing.assert_array_equal(position[:, 0], np.arange(place + 1))
+    def checked_prefix(cache: LatentCache) -> int:
+        """Hash of the committed rows, after checking that they are one sequence in both layers."""
+        (latent, position), (mirror, mirrored) = (cache.read(layer, cache.length) for layer in range(2))
+        np.testing.assert_array_equal(position[:, 0], np.arange(cache.length))
         np.testing.assert_array_equal(mirror, -latent)
         np.testing.assert_array_equal(mirrored, -position)
-        assert latent[-1, 1] == final
-        first = max(0, len(latent) - 8)
-        known = latent[first - 1, 1] if first else 1
-        for token, recorded in latent[first:]:
-            known = self.mixed(known, token)
-            assert known == recorded
+        tokens, hashes = latent.astype(np.int64).T
+        before = np.concatenate([[1], hashes])
+        np.testing.assert_array_equal(hashes, mixed(before[:-1], tokens))
+        return int(before[-1])
+
+
+def mixed(known: Any, token: Any) -> Any:
+    """Hash of a sequence from that of all but its last token, and this token."""
+    return (known * 48271 + token + 1) % 2147483647
+
+
+def last_visible(visible: np.ndarray) -> np.ndarray:
+    """Index of the last row that each row sees before itself, -1 where there is none."""
+    before = np.tril(visible, -1)
+    last = len(before) - 1 - before[:, ::-1].argmax(axis=1)
+    return np.where(before.any(axis=1), last, -1)
 
 
 class TinyNet:
