@@ -95,7 +95,7 @@ class Container(Mapping[str, npt.NDArray[Any]]):
         self.info: Final = prefix.tensors
         self.names: Final = self.info.names
         self.meta_bytes: Final = prefix.meta
-        self._payloads: Final = PayloadReader(self._fd, self.info, self.file_size, self.path)
+        self._payloads: Final = PayloadReader(self._file, self.info, self.file_size, self.path)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Container(Mapping[str, npt.NDArray[Any]]):
         end = info.nbytes if stop is None else stop
         if not 0 <= start <= end <= info.nbytes:
             raise ValueError(f"{self.path}: tensor '{name}': bytes [{start}, {end}) are not within [0, {info.nbytes})")
-        return pread(self._fd(), end - start, info.offset + start, self.path)
+        return pread(self._payloads.fd(), end - start, info.offset + start, self.path)
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """One tensor as a read-only, unverified view of the mapped file; nothing is read before it is touched.
@@ -171,6 +171,7 @@ class Container(Mapping[str, npt.NDArray[Any]]):
     def close(self) -> None:
         """Give the descriptor back. Harmless when done twice."""
         self._file.close()
+        self.__dict__.pop("_map", None)  # views keep it alive as long as they need it
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self.get(name)
@@ -195,16 +196,10 @@ class Container(Mapping[str, npt.NDArray[Any]]):
     def __repr__(self) -> str:
         return f"<KDTR {self.path}: {self.kind}/{self.kind_version}, {len(self)} tensors, {self.file_size} bytes>"
 
-    def _fd(self) -> int:
-        try:
-            return self._file.fileno()
-        except ValueError as error:
-            raise FileIOError("the handle is closed", path=self.path) from error
-
     @cached_property
     def _map(self) -> mmap.mmap:
         try:
-            return mmap.mmap(self._fd(), self.file_size, access=mmap.ACCESS_READ)
+            return mmap.mmap(self._payloads.fd(), self.file_size, access=mmap.ACCESS_READ)
         except OSError as error:
             raise FileIOError(f"cannot be mapped: {error}", path=self.path) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -51,13 +52,20 @@ def payloads(index: Index, file_size: int) -> list[Payload]:
 
 
 class PayloadReader:
-    """Payloads of an open file whose prefix has passed level 1. `fd()` gives the descriptor or raises IO."""
+    """Payloads of an open file whose prefix has passed level 1."""
 
-    def __init__(self, fd: Callable[[], int], index: Index, file_size: int, path: str) -> None:
-        self._fd = fd
+    def __init__(self, file: io.FileIO, index: Index, file_size: int, path: str) -> None:
+        self._file = file
         self._index = index
         self._file_size = file_size
         self._path = path
+
+    def fd(self) -> int:
+        """The descriptor. Raises IO if the file is closed."""
+        try:
+            return self._file.fileno()
+        except ValueError as error:
+            raise FileIOError("the handle is closed", path=self._path) from error
 
     def payload(self, row: int) -> Payload:
         """The payload of one row."""
@@ -116,7 +124,7 @@ class PayloadReader:
 
     def _scan_small(self, first: int, rows: list[Payload], take: bool) -> Iterator[npt.NDArray[Any] | None]:
         base = rows[0].start
-        block = pread(self._fd(), rows[-1].stop - base, base, self._path)
+        block = pread(self.fd(), rows[-1].stop - base, base, self._path)
         view = memoryview(block)
         held: dict[DType, np.dtype[Any]] = {}
         for row, (dtype, shape, start, size, stop, data_sum) in enumerate(rows, start=first):
@@ -141,7 +149,7 @@ class PayloadReader:
         array, out = self._target(row, payload) if take else (None, None)
         legal = self._sum(row, payload, out, progress)
         end = payload.start + payload.size
-        padding = pread(self._fd(), payload.stop - end, end, self._path)
+        padding = pread(self.fd(), payload.stop - end, end, self._path)
         if padding.count(0) != len(padding):
             self._fail_padding(row)
         if not legal:
@@ -176,7 +184,7 @@ class PayloadReader:
         return legal
 
     def _fill(self, out: memoryview, offset: int) -> None:
-        fd = self._fd()
+        fd = self.fd()
         try:
             while out.nbytes:
                 if not (count := os.preadv(fd, [out], offset)):
