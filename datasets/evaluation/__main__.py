@@ -2,6 +2,7 @@
 
     python -m datasets.evaluation tau      # measure every prompt; goes on where an earlier run stopped
     python -m datasets.evaluation report   # tables and verdicts of the rows; exit 1 when something does not hold
+    python -m datasets.evaluation card     # put these tables into the model card
     python -m datasets.evaluation loops    # run the real loops too and hold them against the plain decode
     python -m datasets.evaluation record   # datasets/golden/drafter_lists_*.kdtr from real rounds
 
@@ -23,12 +24,13 @@ from datasets.evaluation.measure import Settings
 from datasets.evaluation.prompts import Prompt
 
 REPORTS = Path("reports")
+MARKS = ("<!-- acceptance: written by `python -m datasets.evaluation card` -->", "<!-- end of acceptance -->")
 T = TypeVar("T")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("tau", "report", "loops", "record"))
+    parser.add_argument("command", choices=("tau", "report", "card", "loops", "record"))
     parser.add_argument("--models", type=Path, default=pair.FOLDER)
     parser.add_argument(
         "--out", type=Path, help="rows (default reports/acceptance.jsonl, reports/loops.jsonl) or folder"
@@ -47,6 +49,8 @@ def main() -> int:
     out = args.out or REPORTS / {"loops": "loops.jsonl"}.get(args.command, "acceptance.jsonl")
     if args.command == "report":
         return show(out)
+    if args.command == "card":
+        return fill_card(report.text(report.groups(rows.read(out))), args.models / "MODEL_CARD.md")
     if args.command == "record":
         return record.write(pair.load(args.models), args.out or record.FOLDER)
     chosen = interleaved([prompts.load(name) for name in args.sets], args.prompts)
@@ -97,6 +101,16 @@ def progress(items: Sequence[T], minutes: float) -> Iterator[T]:
         if spent > 60 * minutes and done < len(items):
             print(f"stopped after {minutes:g} minutes; the same command goes on", file=sys.stderr)
             return
+
+
+def fill_card(tables: str, card: Path) -> int:
+    """Replace what stands between the two marks in the card; with no marks yet, add them at its end."""
+    text = card.read_text(encoding="utf-8")
+    before, found, rest = text.partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2] if found else "\n"
+    before = before if found else before.rstrip("\n") + "\n\n"
+    card.write_text(f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{after}", encoding="utf-8")
+    return 0
 
 
 def show(path: Path) -> int:

@@ -1,9 +1,10 @@
 """Acceptance of one prompt under every method, from one plain decode and one drafter pass per position.
 
-A row (JSON object) is one prompt, decoded one way: case (what it was measured from), set, id, temperature, seed, block,
-new (tokens asked for), tokens (tokens given), stopped, accepted ({budget: histogram by accepted draft tokens}, budget 0
-being the chain), distinct (share of distinct 8-grams), least_margin and tight (smallest distance of a choice from
-another one, and how many lie below TIGHT; see reference.sampling.choice_margins), output (SHA-256 of the tokens).
+A row (JSON object) is one prompt, decoded one way: case (what it was measured from), pair (the models' digest), set,
+id, temperature, seed, block, new (tokens asked for), tokens (tokens given), stopped, accepted ({budget: histogram by
+accepted draft tokens}, budget 0 being the chain), distinct (share of distinct 8-grams), least_margin and tight
+(smallest distance of a choice from another one, and how many lie below TIGHT; see reference.sampling.choice_margins),
+output (SHA-256 of the tokens).
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def measure(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> Iterat
             found = accepted_at(drafter, text, block, settings)
             yield {
                 "case": case(pair, prompt, temperature, settings),
+                "pair": pair.digest[:16],
                 "set": prompt.set,
                 "id": prompt.id,
                 "temperature": temperature,

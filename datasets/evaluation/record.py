@@ -17,6 +17,7 @@ list, B the budget):
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Plan:
         return f"drafter_lists_b{self.block}_k{self.budget}.kdtr"
 
 
-PLANS = (Plan(8, 128, 3, 4), Plan(8, 256, 1, 2), Plan(16, 128, 1, 5), Plan(16, 256, 1, 1))
+PLANS = (Plan(8, 128, 3, 4), Plan(8, 256, 1, 1), Plan(16, 128, 1, 5), Plan(16, 256, 1, 1))
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -60,10 +61,11 @@ def write(pair: Pair, folder: Path) -> int:
     for plan in PLANS:
         arrays: dict[str, Array] = {}
         for name in prompts.SETS:
-            for number, prompt in enumerate(prompts.subset(prompts.load(name), plan.prompts)):
-                for temperature in TEMPERATURES:
+            for temperature in TEMPERATURES:
+                long_enough = filter(None, (generation(pair, plan, p, temperature) for p in spread(prompts.load(name))))
+                for number, case in enumerate(itertools.islice(long_enough, plan.prompts)):
                     label = f"{name}_{number}_{'sampled' if temperature else 'greedy'}"
-                    arrays |= {f"{label}/{k}": v for k, v in generation(pair, plan, prompt, temperature).items()}
+                    arrays |= {f"{label}/{key}": array for key, array in case.items()}
         save(pair, plan, arrays, folder / plan.file)
         size = (folder / plan.file).stat().st_size
         print(f"{plan.file}: {sum(len(v) for k, v in arrays.items() if k.endswith('/bonus'))} rounds, {size:,} bytes")
@@ -86,12 +88,21 @@ def save(pair: Pair, plan: Plan, arrays: dict[str, Array], path: Path) -> None:
     )
 
 
-def generation(pair: Pair, plan: Plan, prompt: Prompt, temperature: float) -> dict[str, Array]:
-    """The arrays of one case: rounds with the full depth, spread over the generation."""
+def spread(held: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """The quick subset of a set, its middle first."""
+    chosen = prompts.subset(held)
+    return chosen[8:] + chosen[:8]
+
+
+def generation(pair: Pair, plan: Plan, prompt: Prompt, temperature: float) -> dict[str, Array] | None:
+    """The arrays of one case: rounds with the full depth, spread over the generation. None when it ends too early."""
     wanted = 4 * plan.rounds + 2 * plan.block
     run = Method("ddtree", plan.block, plan.budget).run(pair, prompt, temperature, wanted, keep_traces=True)
-    whole = [r for r in run.rounds if r.depth_limit == plan.block - 1]
-    kept = [whole[i * len(whole) // plan.rounds] for i in range(min(plan.rounds, len(whole)))]
+    # The last round may be cut by a stop token, so that its path is not what its choices alone would give.
+    whole = [r for r in run.rounds[:-1] if r.depth_limit == plan.block - 1]
+    if len(whole) < plan.rounds:
+        return None
+    kept = [whole[i * len(whole) // plan.rounds] for i in range(plan.rounds)]
     columns = [of_round(r, plan) for r in kept]
     draws = sampling(prompt, temperature)
     return {

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from datasets.evaluation import __main__ as command
 from datasets.evaluation import report, rows
 from datasets.evaluation.statistics import Acceptance, bootstrap, distinct_ratio, split_looping
 
@@ -84,6 +85,17 @@ def test_looping_prompts_stand_apart():
 def test_a_method_without_all_prompts_is_refused():
     with pytest.raises(ValueError, match=r"budget 7: 1 prompts are missing, e\.g\. 2"):
         report.groups([row(1, {0: [1], 7: [1]}), row(2, {0: [1]})])
+
+
+def test_the_card_gets_the_tables_once(tmp_path):
+    card = tmp_path / "MODEL_CARD.md"
+    card.write_text("# Card\n\nText.\n")
+    command.fill_card("first", card)
+    command.fill_card("second", card)
+    assert card.read_text() == f"# Card\n\nText.\n\n{command.MARKS[0]}\nsecond\n{command.MARKS[1]}\n"
+    card.write_text(card.read_text() + "more\n")
+    command.fill_card("third", card)
+    assert card.read_text().endswith(f"{command.MARKS[0]}\nthird\n{command.MARKS[1]}\nmore\n")
 
 
 def test_rows_survive_a_torn_line(tmp_path, capsys):
