@@ -25,7 +25,7 @@ import kdtr
 from reference.config import DrafterConfig, ModelConfig, load_config_json
 from reference.config_reader import PREFIX, tensors_to_tree
 from reference.dflash import DFlash
-from reference.model import Model
+from reference.model import AttentionForm, Model
 from reference.numerics import Array, Numerics, float32_to_bf16_bits
 from reference.quant import (
     Fp8Block,
@@ -61,11 +61,9 @@ class CheckpointError(ValueError):
 
 
 def load_target(
-    path: str | Path,
-    precision: str | Numerics = "float32",
-    attention: Literal["absorbed", "expanded"] = "absorbed",
+    path: str | Path, precision: str | Numerics = "float32", attention: AttentionForm = "absorbed"
 ) -> Model:
-    """The target of a folder or .kdtr file, ready to run."""
+    """The target of a folder or .kdtr file, ready to run. precision and attention: see reference.model.Model."""
     config, weights = read_target(path)
     return Model(config, weights, precision, attention)
 

@@ -37,7 +37,7 @@ from reference.weights import Weights, check_weights
 
 @dataclass(frozen=True)
 class DraftLayer:
-    """Weights of one layer, [out, in]. kv_proj [2K, H]: k rows, then v rows."""
+    """Weights of one layer, [in, out]. kv_proj [H, 2K]: k columns, then v columns."""
 
     input_norm: Array
     q_proj: Array
@@ -77,10 +77,10 @@ class DFlash:
         self.taps = config.target_layer_ids
         self.numerics = numerics = Numerics.of(precision)
         self._embedding = numerics.store(target_embedding)
-        self._head = numerics.store(target_head)
+        self._head = np.ascontiguousarray(numerics.store(target_head).T)  # shared with a Model's own
 
         given = Weights(weights, numerics)
-        self._fc, self._hidden_norm = given.take("fc.weight"), given.take("hidden_norm.weight")
+        self._fc, self._hidden_norm = given.take_linear("fc.weight"), given.take("hidden_norm.weight")
         self._norm = given.take("norm.weight")
         self._layers = tuple(_layer(given, f"layers.{index}.") for index in range(config.num_hidden_layers))
         self._context = _Context(config, numerics)
@@ -102,7 +102,7 @@ class DFlash:
     ) -> None:
         """Add m newly committed positions, in order: tokens [m] (unused) and target features [m, taps * H]."""
         count = len(np.asarray(tokens))
-        width = self._fc.shape[1]
+        width = len(self._fc)
         if features is None or features.shape != (count, width):
             got = None if features is None else list(features.shape)
             raise ValueError(f"features must have shape [{count}, {width}], got {got}")
@@ -208,9 +208,9 @@ def _layer(weights: Weights, at: str) -> DraftLayer:
     attention = at + "self_attn."
     return DraftLayer(
         input_norm=weights.take(at + "input_layernorm.weight"),
-        q_proj=weights.take(attention + "q_proj.weight"),
-        kv_proj=np.concatenate([weights.take(f"{attention}{part}_proj.weight") for part in ("k", "v")]),
-        o_proj=weights.take(attention + "o_proj.weight"),
+        q_proj=weights.take_linear(attention + "q_proj.weight"),
+        kv_proj=weights.take_linear(attention + "k_proj.weight", attention + "v_proj.weight"),
+        o_proj=weights.take_linear(attention + "o_proj.weight"),
         q_norm=weights.take(attention + "q_norm.weight"),
         k_norm=weights.take(attention + "k_norm.weight"),
         post_attention_norm=weights.take(at + "post_attention_layernorm.weight"),

@@ -28,17 +28,27 @@ from reference.rope import rotate
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """Weights of one layer, [out, in] as published; kv_b_proj split per head.
+    """Weights of one layer, each [in, out]; kv_b_proj by head.
 
-    query: q_proj [H(n+p), hidden] when q_lora_rank is null; otherwise q_a_proj, q_a_layernorm and q_b_proj.
+    query: q_proj [hidden, H(n+p)] when q_lora_rank is null; otherwise q_a_proj, q_a_layernorm and q_b_proj.
     """
 
     query: Array | tuple[Array, Array, Array]
-    kv_a_proj: Array  # [r + p, hidden]
+    kv_a_proj: Array  # [hidden, r + p]
     kv_a_norm: Array  # [r]
-    w_uk: Array  # [H, n, r]
-    w_uv: Array  # [H, r, v]
-    o_proj: Array  # [hidden, H v]
+    kv_b_proj: Array  # [r, H, n + v]; per head the n columns come first
+    o_proj: Array  # [H v, hidden]
+    nope_dim: int  # n
+
+    @property
+    def w_uk(self) -> Array:
+        """[H, n, r], a view."""
+        return self.kv_b_proj[..., : self.nope_dim].transpose(1, 2, 0)
+
+    @property
+    def w_uv(self) -> Array:
+        """[H, r, v], a view."""
+        return self.kv_b_proj[..., self.nope_dim :].transpose(1, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -49,13 +59,6 @@ class MlaInputs:
     q_rope: Array  # [N, H, p]
     latent: Array  # [N, r]
     rope_key: Array  # [N, p]
-
-
-def split_kv_b(kv_b_proj: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """kv_b_proj [H(n+v), r] -> W_UK [H, n, r] and W_UV [H, r, v]; per head the n rows come first."""
-    n = config.qk_nope_head_dim
-    per_head = kv_b_proj.reshape(config.num_attention_heads, n + config.v_head_dim, config.kv_lora_rank)
-    return np.ascontiguousarray(per_head[:, :n]), np.ascontiguousarray(per_head[:, n:].transpose(0, 2, 1))
 
 
 def project(
@@ -158,22 +161,30 @@ def expanded_attention(
 
     latent [S, r], rope_key [S, p], visible as in `latent_attention`. Returns [N, H, v].
     """
-    key_nope = numerics.store(latent @ weights.w_uk.transpose(0, 2, 1))  # [H, S, n]
-    value = numerics.store(latent @ weights.w_uv)  # [H, S, v]
-    query = np.concatenate([inputs.q_nope, inputs.q_rope], axis=-1).transpose(1, 0, 2)
-    key = np.concatenate([key_nope, np.broadcast_to(rope_key, (len(key_nope), *rope_key.shape))], axis=-1)
-    scores = numerics.store(numerics.store(query @ key.transpose(0, 2, 1)) * numerics.dtype.type(scale))
-    seen = _visible_over(query.shape[1], len(latent), visible)
-    if seen is not None:
-        scores[..., len(latent) - seen.shape[1] :][:, ~seen] = -np.inf
+    rank, heads, width = weights.kv_b_proj.shape
+    expanded = numerics.linear(latent, weights.kv_b_proj.reshape(rank, -1)).reshape(-1, heads, width)
+    key, value = expanded[..., : weights.nope_dim], expanded[..., weights.nope_dim :].transpose(1, 0, 2)
+    scores = inputs.q_nope.transpose(1, 0, 2) @ key.transpose(1, 2, 0)  # [H, N, S]
+    scores += inputs.q_rope.transpose(1, 0, 2) @ rope_key.T
+    scores = numerics.store(numerics.store(scores) * numerics.dtype.type(scale))
+    seen = _visible_over(len(inputs.q_nope), len(latent), visible)
+    if seen is not None and seen.shape[1]:
+        np.copyto(scores[..., len(latent) - seen.shape[1] :], -np.inf, where=~seen)
     probability = numerics.store(softmax_with_lse(numerics.wide(scores))[0])
     out = np.ascontiguousarray((probability @ value).transpose(1, 0, 2))
     if not np.isfinite(out).all():
         damaged, poisoned = _damage(latent, rope_key, None if seen is None else ~seen, len(out))
-        value[:, damaged] = 0
-        out = np.ascontiguousarray((probability @ value).transpose(1, 0, 2))
+        out = np.ascontiguousarray((probability @ np.where(damaged[:, None], 0, value)).transpose(1, 0, 2))
         out[poisoned] = np.nan
     return numerics.store(out)
+
+
+def expanded_is_cheaper(rows: int, length: int, config: ModelConfig) -> bool:
+    """Whether N = rows over S = length takes fewer multiplications expanded: each cache row once, then short rows."""
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    plain = config.qk_nope_head_dim + config.v_head_dim
+    absorbed = rows * (rank * plain + length * (2 * rank + rope))
+    return length * rank * plain + rows * length * (plain + rope) < absorbed
 
 
 def _attend(

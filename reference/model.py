@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,16 @@ from reference.mla import (
     absorb_query,
     expand_output,
     expanded_attention,
+    expanded_is_cheaper,
     latent_attention,
     project,
-    split_kv_b,
 )
 from reference.moe import MoeWeights, SwigluWeights, mixture, swiglu
 from reference.numerics import Array, Numerics
 from reference.visibility import check_positions, check_visibility
 from reference.weights import WeightError, Weights, check_weights
+
+AttentionForm: TypeAlias = Literal["absorbed", "expanded", "cheapest"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Model:
 
     weights: every tensor of `config.weight_shapes()` by its published name, any float dtype; lm_head.weight may also be
     given when the config ties it, and must then equal the embedding. WeightError lists all that is wrong.
-    attention: "absorbed" (as an engine computes) or "expanded" (as published); equal up to rounding.
+    attention: "absorbed" (as an engine computes), "expanded" (as published) or "cheapest", the one of the two that
+    takes fewer multiplications, chosen call by call. They are equal up to rounding.
     """
 
     def __init__(
@@ -67,10 +70,10 @@ class Model:
         config: ModelConfig,
         weights: Mapping[str, Array],
         precision: str | Numerics = "float32",
-        attention: Literal["absorbed", "expanded"] = "absorbed",
+        attention: AttentionForm = "absorbed",
     ) -> None:
-        if attention not in ("absorbed", "expanded"):
-            raise ValueError(f"attention must be 'absorbed' or 'expanded', got {attention!r}")
+        if attention not in get_args(AttentionForm):
+            raise ValueError(f"attention must be one of {', '.join(get_args(AttentionForm))}, got {attention!r}")
         self.config = config
         self.numerics = numerics = Numerics.of(precision)
         self.attention = attention
@@ -79,10 +82,16 @@ class Model:
         given = Weights(weights, numerics)
         self.embedding = given.take("model.embed_tokens.weight")
         self.final_norm = given.take("model.norm.weight")
-        self.head = given.take("lm_head.weight") if "lm_head.weight" in weights else self.embedding
+        # Held [hidden, vocab_size]; a tied head costs that much again and is faster for it.
+        self._head = given.take_linear("lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight")
         if config.tie_word_embeddings and not np.array_equal(self.head, self.embedding, equal_nan=True):
             raise WeightError("tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight")
         self.layers = tuple(_layer(given, config, index) for index in range(config.num_hidden_layers))
+
+    @property
+    def head(self) -> Array:
+        """[vocab_size, hidden], a view."""
+        return self._head.T
 
     @property
     def vocab_size(self) -> int:
@@ -140,7 +149,7 @@ class Model:
             x = record[at + "hidden"] = numerics.store(x + out)
             after[index] = x
         normed = record["final_norm"] = numerics.rms_norm(x, self.final_norm, self.config.rms_norm_eps)
-        logits = record["logits"] = numerics.linear(normed, self.head)
+        logits = record["logits"] = numerics.linear(normed, self._head)
         features = [after[tap] for tap in taps]
         return Forward(logits, np.concatenate(features, axis=1) if features else np.empty((rows, 0), x.dtype))
 
@@ -160,7 +169,10 @@ class Model:
         new = project(x, weights, cos, sin, config, numerics)
         cache.write(index, new.latent, new.rope_key)
         latent, rope_key = cache.read(index, cache.length + len(x))
-        if self.attention == "absorbed":
+        form = self.attention
+        if form == "cheapest":
+            form = "expanded" if expanded_is_cheaper(len(x), len(latent), config) else "absorbed"
+        if form == "absorbed":
             q_latent = record[at + "q_latent"] = absorb_query(new.q_nope, weights.w_uk, numerics)
             out, _ = latent_attention(
                 q_latent, new.q_rope, latent, rope_key, config.softmax_scale, numerics, visible=sees
@@ -190,12 +202,14 @@ def _layer(weights: Weights, config: ModelConfig, index: int) -> Layer:
     attention = at + "self_attn."
     query: Array | tuple[Array, Array, Array]
     if config.q_lora_rank is None:
-        query = weights.take(attention + "q_proj.weight")
+        query = weights.take_linear(attention + "q_proj.weight")
     else:
-        names = ("q_a_proj", "q_a_layernorm", "q_b_proj")
-        q_a_proj, q_a_norm, q_b_proj = (weights.take(f"{attention}{name}.weight") for name in names)
-        query = (q_a_proj, q_a_norm, q_b_proj)
-    w_uk, w_uv = split_kv_b(weights.take(attention + "kv_b_proj.weight"), config)
+        query = (
+            weights.take_linear(attention + "q_a_proj.weight"),
+            weights.take(attention + "q_a_layernorm.weight"),
+            weights.take_linear(attention + "q_b_proj.weight"),
+        )
+    by_head = (config.kv_lora_rank, config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim)
     mlp: SwigluWeights | MoeWeights
     if index < config.first_k_dense_replace:
         mlp = weights.take_swiglu(at + "mlp.")
@@ -206,7 +220,7 @@ def _layer(weights: Weights, config: ModelConfig, index: int) -> Layer:
             expert = int(np.flatnonzero(~np.isfinite(bias))[0])
             raise WeightError(f"{at}mlp.gate.e_score_correction_bias[{expert}] is {bias[expert]}, must be finite")
         mlp = MoeWeights(
-            router=weights.take_wide(at + "mlp.gate.weight"),
+            router=np.ascontiguousarray(weights.take_wide(at + "mlp.gate.weight").T),
             bias=bias,
             experts=tuple(weights.take_swiglu(f"{at}mlp.experts.{e}.") for e in range(config.n_routed_experts)),
             shared=weights.take_swiglu(at + "mlp.shared_experts."),
@@ -215,11 +229,11 @@ def _layer(weights: Weights, config: ModelConfig, index: int) -> Layer:
         input_norm=weights.take(at + "input_layernorm.weight"),
         attention=MlaWeights(
             query=query,
-            kv_a_proj=weights.take(attention + "kv_a_proj_with_mqa.weight"),
+            kv_a_proj=weights.take_linear(attention + "kv_a_proj_with_mqa.weight"),
             kv_a_norm=weights.take(attention + "kv_a_layernorm.weight"),
-            w_uk=w_uk,
-            w_uv=w_uv,
-            o_proj=weights.take(attention + "o_proj.weight"),
+            kv_b_proj=weights.take_linear(attention + "kv_b_proj.weight").reshape(by_head),
+            o_proj=weights.take_linear(attention + "o_proj.weight"),
+            nope_dim=config.qk_nope_head_dim,
         ),
         post_attention_norm=weights.take(at + "post_attention_layernorm.weight"),
         mlp=mlp,

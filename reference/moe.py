@@ -14,7 +14,7 @@ from reference.numerics import Array, Numerics, sigmoid
 
 @dataclass(frozen=True)
 class SwigluWeights:
-    """gate_up [2I, hidden]: gate rows, then up rows. down [hidden, I]."""
+    """gate_up [hidden, 2I]: gate columns, then up columns. down [I, hidden]."""
 
     gate_up: Array
     down: Array
@@ -22,7 +22,7 @@ class SwigluWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """router [E, hidden] and correction bias [E], both wide; E routed experts; the shared one."""
+    """router [hidden, E] and correction bias [E], both wide; E routed experts; the shared one."""
 
     router: Array
     bias: Array
@@ -41,8 +41,9 @@ class Routing:
 
 def swiglu(x: Array, weights: SwigluWeights, numerics: Numerics) -> Array:
     """down(silu(gate x) * up x): x [N, hidden] -> [N, hidden]."""
-    gate, up = np.split(numerics.linear(x, weights.gate_up), 2, axis=-1)
-    return numerics.linear(numerics.swiglu(gate, up), weights.down)
+    both = numerics.linear(x, weights.gate_up)
+    width = len(weights.down)
+    return numerics.linear(numerics.swiglu(both[:, :width], both[:, width:]), weights.down)
 
 
 def route(x: Array, router: Array, bias: Array, config: ModelConfig, numerics: Numerics) -> Routing:
@@ -52,7 +53,7 @@ def route(x: Array, router: Array, bias: Array, config: ModelConfig, numerics: N
     are not kept can never win, however low the others are. Ties go to the lowest id, of groups as of experts. The
     weights are the unbiased scores, normalised over the chosen if norm_topk_prob, times routed_scaling_factor.
     """
-    scores = sigmoid(numerics.wide(x) @ router.T)
+    scores = sigmoid(numerics.wide(x) @ router)
     biased = scores + bias
     rows, experts = biased.shape
     grouped = biased.reshape(rows, config.n_group, -1)
@@ -83,7 +84,7 @@ def mixture(
     """
     routing = route(x, weights.router, weights.bias, config, numerics)
     routed = np.zeros_like(x)
-    for expert in np.unique(routing.ids):
+    for expert in np.flatnonzero(np.bincount(routing.ids.ravel())):
         row, slot = np.nonzero(routing.ids == expert)
         out = swiglu(x[row], weights.experts[expert], numerics)
         routed[row] = numerics.store(routed[row] + numerics.store(out * routing.weights[row, slot, None]))

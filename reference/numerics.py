@@ -73,13 +73,13 @@ class Numerics:
         return x.astype(self.island, copy=False)
 
     def linear(self, x: Array, weight: Array) -> Array:
-        """`x [..., in]` times `weight [out, in]` transposed -> [..., out]."""
-        return self.store(x @ weight.T)
+        """`x [..., in]` times `weight [in, out]` -> [..., out]."""
+        return self.store(x @ weight)
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """Root-mean-square norm over the last axis; wide statistics, the weight is multiplied after rounding back."""
         wide = self.wide(x)
-        mean_square = np.mean(wide * wide, axis=-1, keepdims=True)
+        mean_square = np.add.reduce(wide * wide, axis=-1, keepdims=True) / self.island.type(x.shape[-1])
         return self.store(weight * self.store(wide / np.sqrt(mean_square + self.island.type(eps))))
 
     def swiglu(self, gate: Array, up: Array) -> Array:
@@ -97,9 +97,9 @@ PRECISIONS: Mapping[str, Numerics] = MappingProxyType(
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)) without overflow for any finite `x`."""
-    tail = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, tail).astype(x.dtype, copy=False) / (1.0 + tail)
+    """1 / (1 + exp(-x)); 0 where exp(-x) overflows."""
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-x)))
 
 
 def softmax_with_lse(scores: Array) -> tuple[Array, Array]:

@@ -26,14 +26,19 @@ class Weights:
         """The tensor as activations are held (rounded, if the mode rounds)."""
         return np.ascontiguousarray(self.numerics.store(np.asarray(self.tensors[name])))
 
+    def take_linear(self, *names: str) -> Array:
+        """Projections [out, in] as one matrix [in, sum of outs], C-ordered: BLAS is faster so for few rows."""
+        parts = [self.numerics.store(np.asarray(self.tensors[name])) for name in names]
+        return np.ascontiguousarray(np.concatenate(parts).T)
+
     def take_wide(self, name: str) -> Array:
         """The tensor in the dtype of the float32 islands, not rounded."""
         return np.ascontiguousarray(self.numerics.wide(np.asarray(self.tensors[name])))
 
     def take_swiglu(self, prefix: str) -> SwigluWeights:
         """The three projections of a feed-forward block, gate and up joined."""
-        gate_up = np.concatenate([self.take(f"{prefix}{part}_proj.weight") for part in ("gate", "up")])
-        return SwigluWeights(gate_up, self.take(prefix + "down_proj.weight"))
+        gate_up = self.take_linear(prefix + "gate_proj.weight", prefix + "up_proj.weight")
+        return SwigluWeights(gate_up, self.take_linear(prefix + "down_proj.weight"))
 
 
 def check_weights(

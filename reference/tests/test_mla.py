@@ -16,10 +16,10 @@ from reference.mla import (
     latent_attention,
     merge_partials,
     project,
-    split_kv_b,
 )
 from reference.numerics import PRECISIONS, softmax_with_lse
 from reference.tests.models import YARN, random_parents, random_weights, target_config, tree_visibility
+from reference.weights import Weights
 
 FLOAT64, FLOAT32, BFLOAT16 = (PRECISIONS[name] for name in ("float64", "float32", "bfloat16"))
 
@@ -160,19 +160,23 @@ def layer_inputs(config, rng, rows, numerics):
     """Weights of a layer and what they make of random normed rows."""
     tensors = random_weights(config, 5)
     at = "model.layers.0.self_attn."
+    held = Weights(tensors, numerics)
     query = (
-        numerics.store(tensors[at + "q_proj.weight"])
+        held.take_linear(at + "q_proj.weight")
         if config.q_lora_rank is None
-        else tuple(numerics.store(tensors[f"{at}{n}.weight"]) for n in ("q_a_proj", "q_a_layernorm", "q_b_proj"))
+        else (
+            held.take_linear(at + "q_a_proj.weight"),
+            held.take(at + "q_a_layernorm.weight"),
+            held.take_linear(at + "q_b_proj.weight"),
+        )
     )
-    w_uk, w_uv = split_kv_b(numerics.store(tensors[at + "kv_b_proj.weight"]), config)
     weights = MlaWeights(
         query,
-        numerics.store(tensors[at + "kv_a_proj_with_mqa.weight"]),
-        numerics.store(tensors[at + "kv_a_layernorm.weight"]),
-        w_uk,
-        w_uv,
-        numerics.store(tensors[at + "o_proj.weight"]),
+        held.take_linear(at + "kv_a_proj_with_mqa.weight"),
+        held.take(at + "kv_a_layernorm.weight"),
+        held.take_linear(at + "kv_b_proj.weight").reshape(config.kv_lora_rank, config.num_attention_heads, -1),
+        held.take_linear(at + "o_proj.weight"),
+        config.qk_nope_head_dim,
     )
     cos, sin = config.rope.tables(np.arange(rows), config.qk_rope_head_dim, numerics)
     x = numerics.store(rng.standard_normal((rows, config.hidden_size)))
@@ -212,11 +216,10 @@ def test_absorbed_and_expanded_agree(changes, prefix):
 
 
 def test_kv_b_holds_nope_rows_then_value_rows_per_head():
-    config = target_config()
-    kv_b = np.arange(3 * 11 * 16, dtype=np.float64).reshape(33, 16)
-    w_uk, w_uv = split_kv_b(kv_b, config)
-    np.testing.assert_array_equal(w_uk[1], kv_b[11:17])
-    np.testing.assert_array_equal(w_uv[1].T, kv_b[17:22])
+    weights, _ = layer_inputs(target_config(), np.random.default_rng(0), 2, FLOAT64)
+    kv_b = random_weights(target_config(), 5)["model.layers.0.self_attn.kv_b_proj.weight"]
+    np.testing.assert_array_equal(weights.w_uk[1], kv_b[11:17])
+    np.testing.assert_array_equal(weights.w_uv[1].T, kv_b[17:22])
 
 
 def test_latent_is_normalised_and_key_rotated():
@@ -225,7 +228,7 @@ def test_latent_is_normalised_and_key_rotated():
     mean_square = ((inputs.latent / weights.kv_a_norm) ** 2).mean(axis=1)
     np.testing.assert_allclose(mean_square, 1, atol=1e-4)
     rng = np.random.default_rng(1)
-    raw = rng.standard_normal((6, config.hidden_size)) @ weights.kv_a_proj.T
+    raw = rng.standard_normal((6, config.hidden_size)) @ weights.kv_a_proj
     np.testing.assert_allclose(inputs.rope_key[0], raw[0, 16:])  # position 0 does not turn
     assert np.abs(inputs.rope_key[5] - raw[5, 16:]).max() > 0.1
     norms = np.linalg.norm(inputs.rope_key, axis=1)

@@ -72,6 +72,20 @@ def test_absorbed_and_expanded_models_agree(name, precision, tolerance):
     np.testing.assert_allclose(logits["absorbed"], logits["expanded"], rtol=0, atol=tolerance)
 
 
+def test_cheapest_attention_takes_either_form():
+    model, tokens = model_of("latent_512", attention="cheapest"), some_tokens(40)
+    trace: dict[str, np.ndarray] = {}
+    cache = model.new_cache(41)
+    prefill = model.forward(tokens, cache, trace=trace).logits
+    assert "layers.0/q_latent" not in trace  # every row is looked at by forty
+    cache.commit(np.arange(40))
+    one = model.forward([5], cache, trace=trace).logits
+    assert "layers.0/q_latent" in trace
+    absorbed = model_of("latent_512")
+    expected = absorbed.forward([*tokens, 5], absorbed.new_cache(41)).logits
+    np.testing.assert_allclose(np.concatenate([prefill, one]), expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64])
 @pytest.mark.parametrize("name", ["base", "yarn"])
 def test_every_tree_node_equals_plain_decoding_of_its_path(name, prefix):
@@ -381,7 +395,7 @@ def test_tied_head():
     config = target_config(tie_word_embeddings=True)
     weights = random_weights(config)
     model = Model(config, weights)
-    assert model.head is model.embedding
+    np.testing.assert_array_equal(model.head, model.embedding)
     same = Model(config, {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].copy()})
     tokens = some_tokens(4)
     np.testing.assert_array_equal(

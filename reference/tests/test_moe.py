@@ -17,7 +17,7 @@ def route_slowly(x, router, bias, config):
     size = config.n_routed_experts // config.n_group
     ids, weights = [], []
     for row in np.asarray(x, np.float64):
-        score = [1 / (1 + np.exp(-float(row @ w))) for w in np.asarray(router, np.float64)]
+        score = [1 / (1 + np.exp(-float(row @ w))) for w in np.asarray(router, np.float64).T]
         biased = [s + float(b) for s, b in zip(score, bias, strict=True)]
         groups = [biased[g * size : (g + 1) * size] for g in range(config.n_group)]
         by_sum = sorted(range(config.n_group), key=lambda g: (-sum(sorted(groups[g])[-2:]), g))
@@ -47,7 +47,7 @@ CHOICES = [
 def test_router_equals_the_slow_version(changes, shift):
     config = target_config(**changes)
     rng = np.random.default_rng(0)
-    x, router = rng.standard_normal((200, 24)), rng.standard_normal((8, 24)) / 4
+    x, router = rng.standard_normal((200, 24)), rng.standard_normal((24, 8)) / 4
     bias = shift + 0.3 * rng.standard_normal(8)
     routing = route(x, router, bias, config, FLOAT64)
     ids, weights = route_slowly(x, router, bias, config)
@@ -61,7 +61,7 @@ def test_all_biased_scores_negative_choose_no_expert_of_a_dropped_group():
     """With 0 instead of -inf for dropped groups their experts would win."""
     config = target_config(num_experts_per_tok=4)
     x = np.random.default_rng(1).standard_normal((50, 24))
-    router = np.random.default_rng(2).standard_normal((8, 24)) / 4
+    router = np.random.default_rng(2).standard_normal((24, 8)) / 4
     ids = route(x, router, np.full(8, -5.0), config, FLOAT64).ids
     assert all(len(set(row // 2)) == 2 for row in ids)
 
@@ -69,7 +69,7 @@ def test_all_biased_scores_negative_choose_no_expert_of_a_dropped_group():
 def test_group_score_is_the_sum_of_the_two_best():
     """Group 0 has the best expert, group 1 the best two: one group kept."""
     config = target_config(n_group=2, topk_group=1)
-    router = np.zeros((8, 24))
+    router = np.zeros((24, 8))
     bias = np.array([0.9, 0.0, 0.0, 0.0, 0.6, 0.6, 0.0, 0.0])
     ids = route(np.ones((1, 24)), router, bias, config, FLOAT64).ids
     assert ids.tolist() == [[4, 5]]
@@ -78,8 +78,8 @@ def test_group_score_is_the_sum_of_the_two_best():
 def test_bias_chooses_but_does_not_weigh():
     config = target_config(n_group=1, topk_group=1)
     logits = np.array([2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0])
-    router = np.zeros((8, 24))
-    router[:, 0] = logits
+    router = np.zeros((24, 8))
+    router[0] = logits
     bias = np.zeros(8)
     bias[7] = 3.0  # a poor expert pushed to the front
     routing = route(np.eye(1, 24), router, bias, config, FLOAT64)
@@ -90,17 +90,17 @@ def test_bias_chooses_but_does_not_weigh():
 
 def test_ties_go_to_the_lowest_expert_and_group():
     config = target_config(num_experts_per_tok=3)
-    routing = route(np.zeros((2, 24)), np.zeros((8, 24)), np.zeros(8), config, FLOAT32)
+    routing = route(np.zeros((2, 24)), np.zeros((24, 8)), np.zeros(8), config, FLOAT32)
     assert routing.ids.tolist() == [[0, 1, 2]] * 2
     bias = np.array([0, 1, 1, 0, 1, 0, 0, 1], np.float32)
-    assert route(np.zeros((1, 24)), np.zeros((8, 24)), bias, config, FLOAT32).ids.tolist() == [[1, 2, 0]]
+    assert route(np.zeros((1, 24)), np.zeros((24, 8)), bias, config, FLOAT32).ids.tolist() == [[1, 2, 0]]
 
 
 def test_router_stays_float32_in_bfloat16_mode():
     """Two experts that differ by less than a bf16 step are still told apart."""
     config = target_config(n_group=1, topk_group=1)
-    router = np.full((8, 24), 0.25, np.float32)
-    router[5] += 1e-5
+    router = np.full((24, 8), 0.25, np.float32)
+    router[:, 5] += 1e-5
     x = np.ones((1, 24), np.float32)
     assert route(x, router, np.zeros(8, np.float32), config, BFLOAT16).ids[0, 0] == 5
 
@@ -120,11 +120,11 @@ def experts(config, rng, routed=1.0, shared=1.0):
     hidden, width = config.hidden_size, config.moe_intermediate_size
 
     def block(size, scale):
-        down = scale * rng.standard_normal((hidden, size)) / 4
-        return SwigluWeights(rng.standard_normal((2 * size, hidden)) / 4, down)
+        down = scale * rng.standard_normal((size, hidden)) / 4
+        return SwigluWeights(rng.standard_normal((hidden, 2 * size)) / 4, down)
 
     return MoeWeights(
-        router=rng.standard_normal((config.n_routed_experts, hidden)) / 4,
+        router=rng.standard_normal((hidden, config.n_routed_experts)) / 4,
         bias=0.2 * rng.standard_normal(config.n_routed_experts),
         experts=tuple(block(width, routed) for _ in range(config.n_routed_experts)),
         shared=block(width * config.n_shared_experts, shared),
@@ -132,9 +132,8 @@ def experts(config, rng, routed=1.0, shared=1.0):
 
 
 def plain_swiglu(x, weights):
-    gate, up = np.split(weights.gate_up, 2)
-    g = gate @ x
-    return weights.down @ (g / (1 + np.exp(-g)) * (up @ x))
+    gate, up = np.split(x @ weights.gate_up, 2)
+    return (gate / (1 + np.exp(-gate)) * up) @ weights.down
 
 
 @pytest.mark.parametrize("changes", [{}, {"n_shared_experts": 2}, {"norm_topk_prob": False}])

@@ -87,7 +87,7 @@ def test_router_weights_keep_their_precision_when_loaded_as_bfloat16(tmp_path):
     model = load_target(tmp_path / "ours", "bfloat16")
     mixture = model.layers[1].mlp
     assert isinstance(mixture, MoeWeights)
-    np.testing.assert_array_equal(mixture.router, router.weight.detach().numpy())
+    np.testing.assert_array_equal(mixture.router.T, router.weight.detach().numpy())
     np.testing.assert_array_equal(mixture.bias, router.e_score_correction_bias.numpy())
 
 
