@@ -17,10 +17,11 @@ from reference.cache import LatentCache
 from reference.config import DrafterConfig
 from reference.mla import absorb_query, expand_output, latent_attention, project
 from reference.model import Model
-from reference.moe import MoeWeights, SwigluWeights, mixture, swiglu
+from reference.moe import MoeWeights, mixture, swiglu
 from reference.numerics import Array, Numerics, softmax_with_lse
 from reference.rope import rotate
 from reference.sampling import SamplingParams, choice_margins, choose
+from reference.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _step(model: Model, tokens: list[int], caches: list[LatentCache], taps: Sequ
         after.append(x)
     for cache in caches:
         cache.commit([0])
-    logits = numerics.linear(numerics.rms_norm(x, model.final_norm, eps), model.head)
+    logits = numerics.linear(numerics.rms_norm(x, model.final_norm, eps), model.head.T)
     return logits, np.concatenate([after[tap] for tap in taps], axis=1)
 
 
@@ -117,9 +118,12 @@ class BatchDrafter:
 
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Array], embedding: Array, head: Array) -> None:
         self.config, self.numerics = config, Numerics.of("float32")
-        self._weights = {name: np.ascontiguousarray(self.numerics.store(array)) for name, array in weights.items()}
-        self._embedding, self._head = self.numerics.store(embedding), self.numerics.store(head)
-        self._mlp = tuple(self._swiglu(f"layers.{index}.mlp.") for index in range(config.num_hidden_layers))
+        given = Weights(weights, self.numerics)
+        self._vectors = {name: given.take(name) for name in weights if name.endswith("norm.weight")}
+        self._linears = {name: given.take_linear(name) for name in weights if name not in self._vectors}
+        self._mlp = tuple(given.take_swiglu(f"layers.{index}.mlp.") for index in range(config.num_hidden_layers))
+        self._embedding = self.numerics.store(embedding)
+        self._head = np.ascontiguousarray(self.numerics.store(head).T)
 
     def proposals(
         self, features: Array, roots: Sequence[int], start: int, block_size: int, chunk: int = 16
@@ -128,9 +132,9 @@ class BatchDrafter:
 
         The root at position s sees features[:s] (features: [positions, taps * hidden]) and its own block.
         """
-        numerics, config, weights = self.numerics, self.config, self._weights
-        context = numerics.linear(numerics.store(features), weights["fc.weight"])
-        context = numerics.rms_norm(context, weights["hidden_norm.weight"], config.rms_norm_eps)
+        numerics, config = self.numerics, self.config
+        context = numerics.linear(numerics.store(features), self._linears["fc.weight"])
+        context = numerics.rms_norm(context, self._vectors["hidden_norm.weight"], config.rms_norm_eps)
         turn = config.rope.tables(np.arange(len(context)), config.head_dim, numerics)
         kept = [self._keys_and_values(f"layers.{i}.", context, turn) for i in range(config.num_hidden_layers)]
         for first in range(0, len(roots), chunk):
@@ -140,35 +144,31 @@ class BatchDrafter:
 
     def _block(self, tokens: NDArray[np.int64], start: int, kept: list[tuple[Array, Array]]) -> Array:
         """tokens [m, b], the blocks of the roots at start, start+1, ... -> logits [m, b - 1, V]."""
-        numerics, config, weights, eps = self.numerics, self.config, self._weights, self.config.rms_norm_eps
+        numerics, config, eps = self.numerics, self.config, self.config.rms_norm_eps
         m, b = tokens.shape
         places = (np.arange(start, start + m)[:, None] + np.arange(b)).reshape(-1)
         turn = config.rope.tables(places, config.head_dim, numerics)
         x = self._embedding[tokens.reshape(-1)]
         for index in range(config.num_hidden_layers):
             at = f"layers.{index}."
-            normed = numerics.rms_norm(x, weights[at + "input_layernorm.weight"], eps)
+            normed = numerics.rms_norm(x, self._vectors[at + "input_layernorm.weight"], eps)
             query = self._heads(at, "q", normed)
             query = rotate(query, turn[0][:, None], turn[1][:, None], "half", numerics)
             key, value = self._keys_and_values(at, normed, turn)
             heads = self._attend(query.reshape(m, b, *query.shape[1:]), key, value, start, kept[index])
-            x = numerics.store(x + numerics.linear(heads, weights[at + "self_attn.o_proj.weight"]))
-            normed = numerics.rms_norm(x, weights[at + "post_attention_layernorm.weight"], eps)
+            x = numerics.store(x + numerics.linear(heads, self._linears[at + "self_attn.o_proj.weight"]))
+            normed = numerics.rms_norm(x, self._vectors[at + "post_attention_layernorm.weight"], eps)
             x = numerics.store(x + swiglu(normed, self._mlp[index], numerics))
-        rows = numerics.rms_norm(x.reshape(m, b, -1)[:, 1:], weights["norm.weight"], eps)
+        rows = numerics.rms_norm(x.reshape(m, b, -1)[:, 1:], self._vectors["norm.weight"], eps)
         return numerics.linear(rows, self._head)
-
-    def _swiglu(self, at: str) -> SwigluWeights:
-        gate_up = np.concatenate([self._weights[f"{at}{part}_proj.weight"] for part in ("gate", "up")])
-        return SwigluWeights(gate_up, self._weights[at + "down_proj.weight"])
 
     def _heads(self, at: str, part: str, x: Array) -> Array:
         """Projection and, for q and k, its norm: x [n, hidden] -> [n, heads, head_dim]."""
-        out = self.numerics.linear(x, self._weights[f"{at}self_attn.{part}_proj.weight"])
+        out = self.numerics.linear(x, self._linears[f"{at}self_attn.{part}_proj.weight"])
         out = out.reshape(len(x), -1, self.config.head_dim)
         if part == "v":
             return out
-        return self.numerics.rms_norm(out, self._weights[f"{at}self_attn.{part}_norm.weight"], self.config.rms_norm_eps)
+        return self.numerics.rms_norm(out, self._vectors[f"{at}self_attn.{part}_norm.weight"], self.config.rms_norm_eps)
 
     def _keys_and_values(self, at: str, x: Array, turn: tuple[Array, Array]) -> tuple[Array, Array]:
         key = rotate(self._heads(at, "k", x), turn[0][:, None], turn[1][:, None], "half", self.numerics)

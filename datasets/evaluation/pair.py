@@ -45,4 +45,4 @@ def load(folder: Path = FOLDER) -> Pair:
     files = [folder / "target.kdtr", folder / "drafter.kdtr"]
     digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
     config, weights = read_drafter(files[1])
-    return Pair(load_target(files[0]), config, weights, digest)
+    return Pair(load_target(files[0], attention="cheapest"), config, weights, digest)
