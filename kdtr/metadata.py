@@ -174,8 +174,8 @@ def _entry_problems(name: str, entry: Any, shapes: Mapping[str, tuple[int, ...]]
     if not isinstance(quant, dict):
         yield f"{where}: quant must be an object"
         return
-    if quant.get("scale") not in shapes:
-        yield f"{where}: quant scale {quant.get('scale')!r} is not a tensor of the file"
+    if not (isinstance(scale := quant.get("scale"), str) and scale in shapes):
+        yield f"{where}: quant scale {scale!r} is not a tensor of the file"
     block = quant.get("block")
     if not (isinstance(block, list) and all(isinstance(b, int) and not isinstance(b, bool) and b > 0 for b in block)):
         yield f"{where}: quant block is {block!r}, must be a list of positive integers"
