@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kdtr.dtypes import Bytes
 from kdtr.errors import FileIOError, MetaError, TensorTypeError
+from kdtr.format import PAYLOAD_ALIGN
 from kdtr.index import Index
 from kdtr.metadata import decode_meta, meta_problems
 from kdtr.payloads import PayloadReader, Progress
@@ -139,6 +140,25 @@ class Container(Mapping[str, npt.NDArray[Any]]):
             )
         kind = self._payloads.numpy(row, payload.dtype)
         return np.ndarray(payload.shape, kind, self._map, payload.start)
+
+    def read_payload(self, out: Bytes | None = None) -> Bytes:
+        """The payload section in one piece, verified (level 2): one copy to a device carries all tensors.
+
+        The bytes of a tensor are [info.offset - data_off, info.offset - data_off + info.nbytes); all these starts are
+        multiples of 256, and so is the address of the new array. `out`, a writable contiguous u8 array of file_size -
+        data_off elements, is filled instead of a new one: page-locked memory, for example.
+        """
+        size = self.file_size - self.data_off
+        if out is None:
+            memory = np.empty(size + PAYLOAD_ALIGN, np.uint8)
+            start = -memory.ctypes.data % PAYLOAD_ALIGN
+            out = memory[start : start + size]
+        elif out.dtype != np.uint8 or out.shape != (size,) or not (out.flags.c_contiguous and out.flags.writeable):
+            raise TensorTypeError(
+                f"out is {out.dtype} {out.shape}, must be a writable contiguous array of {size} u8", path=self.path
+            )
+        self._payloads.section(self.data_off, out)
+        return out
 
     def verify(self, progress: Progress | None = None) -> None:
         """Level 2: every payload against its sum, padding, values. `progress` is told the bytes of each step done.

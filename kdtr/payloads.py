@@ -122,6 +122,18 @@ class PayloadReader:
                 yield self._scan_large(row, rows[row], take, progress)
                 row += 1
 
+    def section(self, base: int, out: Bytes) -> None:
+        """Level 2 while everything from `base`, where the payloads begin, to the end of the file is read into `out`."""
+        for row, payload in enumerate(payloads(self._index, self._file_size)):
+            end = payload.start + payload.size
+            legal = self._sum(row, payload, out[payload.start - base : end - base], lambda _: None)
+            padding = out[end - base : payload.stop - base]
+            self._fill(padding.data, end)
+            if padding.any():
+                self._fail_padding(row)
+            if not legal:
+                self._fail_values(row)
+
     def _scan_small(self, first: int, rows: list[Payload], take: bool) -> Iterator[npt.NDArray[Any] | None]:
         base = rows[0].start
         block = pread(self.fd(), rows[-1].stop - base, base, self._path)
