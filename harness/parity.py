@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import kdtr
+from harness.console import say
 from harness.environment import CHECKOUT
 from harness.records import Difference, Parity
 from reference.accept import accept
@@ -429,16 +430,16 @@ def _shown(value: object) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Print the difference that each file holds; exit status 1 if one shows again, 0 if none does, 2 for bad use."""
     if not arguments:
-        print("usage: python -m harness.parity FILE.kdtr ...", file=sys.stderr)
+        say("usage: python -m harness.parity FILE.kdtr ...", error=True)
         return 2
     status = 0
     for path in arguments:
         try:
             found = reproduce(path)
         except (ReproduceError, kdtr.KDTRError, OSError) as error:
-            print(error, file=sys.stderr)
+            say(str(error), error=True)
             return 2
-        print(f"{path}: {describe(found.difference) if found.difference else 'no difference any more'}")
+        say(f"{path}: {describe(found.difference) if found.difference else 'no difference any more'}")
         status = max(status, int(found.difference is not None))
     return status
 

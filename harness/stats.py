@@ -162,6 +162,35 @@ def judge(baseline: Sequence[Sample], current: Sequence[Sample], threshold: Thre
     return Judgement(Verdict.AMBG, delta, "the quartile ranges overlap")
 
 
+def judge_turns(base: Sequence[Sample], other: Sequence[Sample], threshold: Threshold = END_TO_END) -> Judgement:
+    """Like `judge`, for two arms whose i-th samples were taken in the same turn: drift that both share is removed.
+
+    Each turn's two samples are divided by their geometric mean, then the quartile ranges must be disjoint, which is the
+    case when the quartiles of other[i] / base[i] lie on one side of 1. The interval of the median ratio must also clear
+    half the threshold. delta: median ratio - 1. Raises ValueError for sides of different length.
+    """
+    pair = paired_ratio(other, base)
+    if pair.value is None:
+        return Judgement(Verdict.INVALID, None, pair.reason)
+    delta = pair.value - 1
+    if (n := len(base)) < MIN_SAMPLES:
+        return Judgement(Verdict.AMBG, delta, f"{n} samples, {MIN_SAMPLES} wanted")
+    first, second = _finite(base), _finite(other)
+    q1, q3 = (float(q) for q in np.quantile(second / first, (0.25, 0.75)))
+    assert pair.low is not None
+    assert pair.high is not None
+    if abs(delta) <= threshold.share or abs(delta) * float(np.median(first)) <= threshold.floor_s:
+        if q3 - q1 > NOISY and abs(delta) * float(np.median(first)) > threshold.floor_s:
+            return Judgement(Verdict.AMBG, delta, f"noise of {q3 - q1:.0%} between turns")
+        return Judgement(Verdict.SAME, delta)
+    clear = 1 + threshold.share / 2
+    if q1 > 1 and pair.low > clear:
+        return Judgement(Verdict.SLOW, delta)
+    if q3 < 1 and pair.high < 1 / clear:
+        return Judgement(Verdict.FAST, delta)
+    return Judgement(Verdict.AMBG, delta, "the turns disagree")
+
+
 def trim(value: Sample, noise: Sample = None, digits: int = 4) -> str:
     """`value` as text with digits down to the first digit of `noise`, and at most `digits` significant ones.
 

@@ -112,6 +112,50 @@ def test_a_change_beyond_the_threshold_with_quartiles_that_touch_is_ambiguous():
     assert judge([1.0] * 6 + [1.2] * 6, [1.2] * 12).verdict is Verdict.AMBG
 
 
+def turns(change: float, noise: float, drift: float = 1.0, n: int = 20) -> tuple[list[float], list[float]]:
+    """Two arms, the second `change` times as slow, whose common pace falls by `drift` halfway."""
+    random = np.random.Generator(np.random.PCG64(5))
+    pace = np.where(np.arange(n) < n // 2, 1.0, drift)
+    return (
+        (pace * random.normal(1, noise, n)).tolist(),
+        (pace * change * random.normal(1, noise, n)).tolist(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "noise", "drift", "verdict"),
+    [
+        (1.0, 0.01, 1.0, Verdict.SAME),
+        (1.0, 0.01, 3.0, Verdict.SAME),
+        (1.15, 0.02, 1.0, Verdict.SLOW),
+        (1.15, 0.02, 3.0, Verdict.SLOW),  # plain quartiles cannot tell this
+        (1 / 1.15, 0.02, 3.0, Verdict.FAST),
+        (1.04, 0.01, 1.0, Verdict.SAME),
+        (1.5, 0.9, 1.0, Verdict.AMBG),
+    ],
+)
+def test_verdicts_of_turns(change, noise, drift, verdict):
+    base, other = turns(change, noise, drift)
+    base, other = [abs(x) for x in base], [abs(x) for x in other]
+    assert stats.judge_turns(base, other).verdict is verdict
+    if drift > 1 and change > 1:
+        assert judge(base, other).verdict is Verdict.AMBG
+
+
+def test_verdicts_of_turns_know_floors_few_samples_and_odd_ones():
+    base, other = turns(1.3, 0.01)
+    micro = [1e-6 * x for x in base], [1e-6 * x for x in other]
+    assert stats.judge_turns(*micro, KERNEL).verdict is Verdict.SAME  # 0.3 us
+    assert stats.judge_turns(*micro).verdict is Verdict.SLOW
+    assert stats.judge_turns(base[:9], other[:9]).reason == "9 samples, 10 wanted"
+    for odd in ([], [1.0] * 9 + [0.0], [1.0] * 9 + [math.nan]):
+        found = stats.judge_turns(odd, [1.0] * len(odd))
+        assert (found.verdict, found.delta) == (Verdict.INVALID, None)
+        assert found.reason
+    with pytest.raises(ValueError, match="pairs"):
+        stats.judge_turns([1.0], [])
+
+
 def test_the_ratio_of_pairs_does_not_see_drift_that_both_share():
     drift = np.linspace(1, 3, 20)
     number = stats.paired_ratio(list(2.0 * drift), list(drift))
