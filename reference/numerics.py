@@ -29,7 +29,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 def round_to_bf16(x: Array) -> Array:
     """`x` rounded to bfloat16, to nearest even, held as float32. NaN stays NaN, overflow gives infinity."""
-    x32 = np.ascontiguousarray(x, dtype=np.float32)
+    x32 = np.asarray(x, np.float32, order="C")
     bits = x32.view(np.uint32)
     rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) & np.uint32(0xFFFF0000)
     # Adding to a NaN's mantissa could carry it into the sign or down to infinity.

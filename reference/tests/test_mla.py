@@ -143,6 +143,19 @@ def test_hidden_rows_have_no_influence_whatever_they_hold(garbage, numerics, whe
         assert np.isnan(out[1]).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_visible_infinity_never_becomes_a_plausible_row(sign):
+    """An infinite score of -inf looks like a masked one; the row that sees it must be NaN all the same."""
+    q_latent, q_rope, latent, rope_key = queries_and_rows(np.random.default_rng(3), 2, 4)
+    q_latent[:, :, 0] = 1
+    latent[2, 0] = sign * np.inf
+    visible = np.array([[True, True, False, False], [True, True, True, False]])
+    with np.errstate(invalid="ignore"):
+        out, _ = latent_attention(q_latent, q_rope, latent, rope_key, 0.3, FLOAT64, visible=visible)
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+
+
 def test_expanded_form_has_the_same_protection():
     config = target_config()
     rng = np.random.default_rng(4)

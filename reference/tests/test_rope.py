@@ -72,13 +72,30 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
     np.testing.assert_allclose(yarn[turns < 0.7], plain[turns < 0.7] / 40, rtol=1e-15)
     between = (turns < 30) & (turns > 1.2)
     assert ((yarn < plain) & (yarn > plain / 40))[between].all()
-    # The ramp is linear in the pair's index between the (rounded) pairs that make 32 turns and 1 turn.
-    index = np.arange(32)
-    low, high = math.floor(10.47), math.ceil(22.52)
-    for rotations, bound in ((32, 10.47), (1, 22.52)):
-        assert 64 * math.log(4096 / (rotations * 2 * math.pi)) / (2 * math.log(10000)) == pytest.approx(bound, abs=0.01)
-    ramp = np.clip((index - low) / (high - low), 0, 1)
-    np.testing.assert_allclose(yarn, plain * (1 - ramp) + plain / 40 * ramp, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("beta_fast", "beta_slow", "fast", "slow", "low", "high"),
+    [
+        (32, 1, 10.47, 22.51, 10, 23),
+        (28, 1.2, 10.93, 21.88, 10, 22),  # rounded outwards, not to the nearest
+        (30, 1.1, 10.69, 22.18, 10, 23),
+        (32, 0.001, 10.47, 46.51, 10, 47),  # past the last of the 32 pairs, but before dim - 1
+        (32, 1e-6, 10.47, 70.51, 10, 63),
+        (1000, 1, -1.49, 22.51, 0, 23),
+    ],
+)
+def test_yarn_ramp_is_linear_between_the_pairs_that_make_so_many_turns(beta_fast, beta_slow, fast, slow, low, high):
+    rope = RopeParameters(10000.0, "yarn", 40.0, 4096, beta_fast, beta_slow)
+    for beta, pair in ((beta_fast, fast), (beta_slow, slow)):
+        turns = 4096 * 10000.0 ** (-2 * pair / 64) / (2 * np.pi)
+        assert turns == pytest.approx(beta, rel=5e-3)
+    plain = PLAIN.frequencies(64)
+    ramp = np.clip((np.arange(32) - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(rope.frequencies(64), plain * (1 - ramp) + plain / 40 * ramp, rtol=1e-14)
+    if (fast, slow) != (low, high):
+        exact = RopeParameters(10000.0, "yarn", 40.0, 4096, beta_fast, beta_slow, truncate=False).frequencies(64)
+        assert np.abs(exact - rope.frequencies(64)).max() > 1e-6
 
 
 def test_yarn_ramp_of_zero_width_is_a_step():
@@ -99,7 +116,8 @@ def test_yarn_ramp_of_zero_width_is_a_step():
         (YARN, 1.0, (0.1 * math.log(40) + 1) ** 2),
         (RopeParameters(1e4, "yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=1.0), 0.9210, 1.8739),
         (RopeParameters(1e4, "yarn", 40.0, 4096), 0.1 * math.log(40) + 1, 1.0),
-        (RopeParameters(1e4, "yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=0.0), 0.1 * math.log(40) + 1, 1.0),
+        (RopeParameters(1e4, "yarn", 40.0, 4096, mscale=0.5, mscale_all_dim=0.0), 0.1 * math.log(40) + 1, 1.0),
+        (RopeParameters(1e4, "yarn", 40.0, 4096, mscale=0.5), 0.1 * math.log(40) + 1, 1.0),
         (RopeParameters(1e4, "yarn", 40.0, 4096, attention_factor=1.0), 1.0, 1.0),
         (RopeParameters(1e4, "yarn", 1.0, 4096, mscale=1.0, mscale_all_dim=1.0), 1.0, 1.0),
     ],
