@@ -59,7 +59,7 @@ class Interval:
     high: float
 
 
-def bootstrap(better: Acceptance, base: Acceptance | None = None, *, samples: int = 4000, seed: int = 0) -> Interval:
+def bootstrap(better: Acceptance, base: Acceptance | None = None, *, samples: int = 2000, seed: int = 0) -> Interval:
     """95 % percentile interval of tau(better), or of tau(better) - tau(base), over prompts drawn with replacement.
 
     Paired: one draw of prompts serves both sides. ValueError when the two do not cover equally many prompts.

@@ -88,11 +88,11 @@ def small_prompts() -> list[Prompt]:
 def test_counts_are_those_of_the_real_loops(pair, small_prompts):
     """Every method, both temperatures: the same tokens and, round by round, the same accepted counts."""
     drafter, found = pair.batch_drafter(), []
-    for prompt in small_prompts[:8]:
+    for prompt in small_prompts[:6]:
         for temperature in SETTINGS.temperatures:
             found += list(loops.compare(pair, drafter, prompt, temperature, SETTINGS))
     assert [row for row in found if not (row["same_tokens"] and row["same_counts"])] == []
-    assert len(found) == 8 * 2 * 9
+    assert len(found) == 6 * 2 * 9
     assert loops.verdict(found).holds
     assert {row["tokens"] < SETTINGS.max_new_tokens for row in found} == {True, False}  # stop token and cap
     accepted = [row["tokens"] - row["rounds"] for row in found if row["budget"] == 40 and row["block"] == 5]
