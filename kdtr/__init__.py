@@ -1,14 +1,18 @@
 """KDTR: golden data for kernels and decoders. kdtr/format.py is the byte-level specification.
 
-import kdtr
-kdtr.save("case.kdtr", {"x": x, "y": y}, kind="op", meta=kdtr.provenance(seed=1),
-          roles={"x": "input", "y": "expected"}, tolerances={"y": kdtr.Tolerance.ulp(2)})
-golden = kdtr.read("case.kdtr")
-kdtr.compare(golden, {"y": kernel(golden["x"])}).raise_if_failed()
+Example, with arrays x, y and a function under test:
+
+    import kdtr
+    kdtr.save("case.kdtr", {"x": x, "y": y}, kind="op", meta=kdtr.provenance(seed=1),
+              roles={"x": "input", "y": "expected"}, tolerances={"y": kdtr.Tolerance.ulp(2)})
+    golden = kdtr.read("case.kdtr")
+    kdtr.compare(golden, {"y": kernel(golden["x"])}).raise_if_failed()
 """
 
+from __future__ import annotations
+
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 if sys.byteorder != "little":
     raise ImportError(
@@ -21,6 +25,9 @@ from kdtr.errors import KDTRError
 from kdtr.index import Index, TensorInfo, TensorSpec, Tolerance
 from kdtr.metadata import VERSION, provenance
 from kdtr.writer import Writer, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __version__ = VERSION
 
@@ -51,6 +58,8 @@ __all__ = [
 
 def include_dir() -> Path:
     """Folder for the include path of a C++ compiler: `#include <kdtr/...>` finds the C++ headers there."""
+    from pathlib import Path  # costs a tenth of importing this package
+
     return Path(__file__).parent / "include"
 
 

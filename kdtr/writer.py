@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
@@ -153,7 +153,7 @@ class Writer:
         if os.path.isdir(target):
             raise FileIOError("is a directory", path=self.path)
         self._target = target
-        temporary = os.path.join(os.path.dirname(target), f".kdtr-{secrets.token_hex(8)}.tmp")
+        temporary = os.path.join(os.path.dirname(target), f".kdtr-{os.urandom(8).hex()}.tmp")
         try:
             self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             self._temporary = temporary
@@ -293,7 +293,8 @@ def _adopt(name: str, value: Any, path: str) -> tuple[npt.NDArray[Any] | Raw, DT
         if raw_dtype is None:
             raise EncodeError(f"dtype {value.dtype!r} is none of {', '.join(dtypes.BY_NAME)}", path=path, tensor=name)
         return value, raw_dtype, tuple(value.shape)
-    if isinstance(value, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # not imported: then the value is none, and the import costs more than a write
+    if masked is not None and isinstance(value, masked.MaskedArray):
         raise EncodeError("is a masked array: fill it or store the mask beside it", path=path, tensor=name)
     try:
         array = np.asarray(value)
