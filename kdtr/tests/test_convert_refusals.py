@@ -285,3 +285,17 @@ def test_one_side_is_kdtr(tmp_path: Path) -> None:
     refused(tmp_path / "a.kdtr", tmp_path / "b.kdtr", "one side must be .kdtr")
     refused(tmp_path / "a.pt", tmp_path / "c.kdtr", "suffix '.pt' is none of .kdtr, .npz")
     refused(tmp_path / "absent.npz", tmp_path / "c.kdtr", "No such file")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    kdtr.save(tmp_path / "a.kdtr", {"x": np.zeros(3), "y": np.zeros(3)}, kind="any")
+    read_bytes = kdtr.Container.read_bytes
+
+    def fail(self: kdtr.Container, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        if name == "y":
+            raise OSError(5, "Input/output error")
+        return read_bytes(self, name, start, stop)
+
+    monkeypatch.setattr(kdtr.Container, "read_bytes", fail)
+    refused(tmp_path / "a.kdtr", tmp_path / f"a{suffix}", "Input/output error")
