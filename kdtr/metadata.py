@@ -62,23 +62,33 @@ def provenance(
     }
 
 
-def encode_meta(meta: Mapping[str, Any] | None, kind: str, kind_version: int) -> bytes:
-    """Canonical JSON of `meta` with `generator` and `kind_schema` filled in. Raises ENCODE for what it cannot hold."""
-    full = {
-        "generator": {"name": "kdtr", "version": VERSION},
-        "kind_schema": f"{kind}/{kind_version}",
-        **({} if meta is None else meta),
-    }
-    if full["kind_schema"] != f"{kind}/{kind_version}":
-        raise EncodeError(f"metadata kind_schema is {full['kind_schema']!r}, the file is {kind}/{kind_version}")
-    if fault := next(_unfit(full, "metadata", 1), None):
-        raise EncodeError(fault)
-    try:
-        text = _spell(full)
-    except UnicodeEncodeError as error:
-        raise EncodeError(f"metadata holds a string that is not Unicode text: {error}") from error
+def encode_meta(meta: Mapping[str, Any] | bytes | None, kind: str, kind_version: int, path: str | None = None) -> bytes:
+    """Canonical JSON of `meta` with `generator` and `kind_schema` filled in; bytes stay as they are, if legal.
+
+    Raises ENCODE for what the format cannot hold.
+    """
+    if isinstance(meta, bytes):
+        text = meta
+        try:
+            full = decode_meta(text)
+        except MetaError as error:
+            raise EncodeError(error.message, path=path) from error
+    else:
+        full = {
+            "generator": {"name": "kdtr", "version": VERSION},
+            "kind_schema": f"{kind}/{kind_version}",
+            **({} if meta is None else meta),
+        }
+        if fault := next(_unfit(full, "metadata", 1), None):
+            raise EncodeError(fault, path=path)
+        try:
+            text = _spell(full)
+        except UnicodeEncodeError as error:
+            raise EncodeError(f"metadata holds an unpaired surrogate: {error}", path=path) from error
+    if (schema := full.get("kind_schema", f"{kind}/{kind_version}")) != f"{kind}/{kind_version}":
+        raise EncodeError(f"metadata kind_schema is {schema!r}, the file is {kind}/{kind_version}", path=path)
     if len(text) > MAX_META:
-        raise EncodeError(f"metadata takes {len(text)} bytes, at most {MAX_META}")
+        raise EncodeError(f"metadata takes {len(text)} bytes, at most {MAX_META}", path=path)
     return text
 
 

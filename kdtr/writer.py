@@ -58,7 +58,7 @@ class Writer:
         if not 0 <= kind_version < 1 << 32:
             self._refuse(f"kind_version is {kind_version}, must be in 0..{(1 << 32) - 1}")
         self._kind: Final = (kind.encode(), kind_version)
-        self._meta: Final = meta if isinstance(meta, bytes) else encode_meta(meta, kind, kind_version)
+        self._meta: Final = encode_meta(meta, kind, kind_version, self.path)
         self._specs: Final = [specs[name] for name in self._names]
         self._layout: Final = lay_out(self._names, self._specs, len(self._meta), self.path)
         self._dtypes: Final = [dtypes.BY_NAME[spec.dtype] for spec in self._specs]

@@ -16,6 +16,7 @@ import kdtr
 from kdtr import errors
 from kdtr.format import MAX_META_DEPTH, MAX_META_INT
 from kdtr.metadata import decode_meta, encode_meta, meta_problems
+from kdtr.tests.raw_file import File, Tensor
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-MAX_META_INT, MAX_META_INT) | st.text(),
@@ -162,7 +163,7 @@ def test_validate_lists_every_problem(tmp_path):
 
 
 def test_illegal_metadata_do_not_hinder_levels_1_and_2(tmp_path):
-    kdtr.save(tmp_path / "a", {"x": np.ones(1)}, kind="any", meta=b"\xff not JSON")
+    (tmp_path / "a").write_bytes(File([Tensor(b"x", "u8", (1,), b"\1")], meta=b"\xff not JSON").to_bytes())
     fixture = kdtr.read(tmp_path / "a")
     assert fixture["x"].tolist() == [1]
     with pytest.raises(errors.MetaError):

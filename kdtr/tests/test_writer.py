@@ -112,12 +112,16 @@ def test_refused_kinds(previous, kind):
         {"meta": {"kind_schema": "other/1"}},
         {"meta": {"a": [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]}},
         {"meta": {"a": "x" * (16 << 20)}},
+        {"meta": b'{"a":"' + b"x" * (16 << 20) + b'"}'},
+        {"meta": b'{"a": 1}'},
+        {"meta": b'{"kind_schema":"other/1"}'},
     ],
-    ids=str,
+    ids=lambda arguments: str(arguments)[:40],
 )
 def test_refused_arguments(previous, arguments):
-    with pytest.raises(errors.EncodeError):
+    with pytest.raises(errors.EncodeError) as caught:
         kdtr.save(previous, GOOD, kind="any", **arguments)
+    assert caught.value.path == str(previous)
 
 
 def test_ulp_tolerance_of_integers(previous):
