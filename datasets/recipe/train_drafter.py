@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from corpus import WORK
-from model import Drafter, DrafterConfig, Target
+from model import Drafter, DrafterConfig, Target, TargetConfig
 from tokenizer import END_OF_TEXT_ID
 from torch import Tensor
 from torch.nn import functional
@@ -95,7 +95,7 @@ def loss_of(
 def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
     torch.manual_seed(args.seed)
     device = pick_device()
-    target = load_target(args.target, device)
+    target = Target(TargetConfig(**args.target_config)).to(device).eval().requires_grad_(False)
     drafter = Drafter(config).to(device).train()
     if target.c.num_hidden_layers - 1 in config.target_layer_ids:
         raise ValueError(f"target_layer_ids {config.target_layer_ids}: the last layer must not be tapped")
@@ -114,6 +114,7 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
         drafter.zero_grad(set_to_none=True)
     prepared = time.monotonic() - begin
     wait_for(args.own / "done", args.wait)
+    target.load_state_dict(load_target(args.target, device).state_dict())
     own = Own(args.own, device, args.seed)
     clock, step, log = Clock(args.seconds), 0, []
     resume = args.work / "drafter.resume"
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--target-config", type=json.loads, default={}, help="JSON of TargetConfig fields to change")
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of DrafterConfig fields to change")
     args = parser.parse_args()
     args.begin = time.monotonic()
