@@ -65,4 +65,6 @@ def include_dir() -> Path:
 
 def cmake_dir() -> Path:
     """Folder of the CMake package: `-Dkdtr_DIR=<folder>` lets `find_package(kdtr)` give the target kdtr::kdtr."""
+    from pathlib import Path
+
     return Path(__file__).parent / "cmake"

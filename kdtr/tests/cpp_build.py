@@ -21,11 +21,11 @@ def missing(*compilers: str) -> str | None:
     return f"no {' and no '.join(absent)} on this machine" if absent else None
 
 
-def build(source: Path, *flags: str, compiler: str = "g++") -> Path:
+def build(source: Path, *flags: str, compiler: str = "g++", include: Path = INCLUDE) -> Path:
     """The compiled program. Raises RuntimeError with the compiler's output when it warns or fails."""
-    command = [compiler, "-std=c++17", *(flags or ("-O2", *WARNINGS)), "-I", str(INCLUDE), str(source)]
+    command = [compiler, "-std=c++17", *(flags or ("-O2", *WARNINGS)), "-I", str(include), str(source)]
     digest = hashlib.sha256(" ".join(command).encode())
-    for file in sorted([*(INCLUDE / "kdtr").iterdir(), *SOURCES.iterdir(), source]):
+    for file in sorted([*(include / "kdtr").iterdir(), *SOURCES.iterdir(), source]):
         digest.update(file.read_bytes())
     program = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}"
     if program.exists():

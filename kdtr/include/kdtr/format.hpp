@@ -73,12 +73,9 @@ struct Tolerance {  // section 7 of the specification
 };
 
 namespace detail {
-
 using u8 = std::uint8_t;
 using u64 = std::uint64_t;
-
 constexpr u64 MAX_TENSORS = u64{1} << 20, MAX_NAMES = u64{64} << 20, MAX_META = u64{16} << 20, MAX_NUMEL = u64{1} << 48;
-
 inline constexpr u8 MAGIC[8] = {0x89, 'K', 'D', 'T', 'R', '\r', '\n', 0x1A};
 
 struct Header {
@@ -101,7 +98,8 @@ struct Record {
   std::uint32_t max_ulp;
   u64 atol, rtol, limit;  // the bits of f64 values, which are checked as bits
 };
-static_assert(sizeof(Header) == 128 && sizeof(Record) == 128, "the file's layout is the natural layout");
+static_assert(sizeof(Header) == 128 && sizeof(Record) == 128, "the layout of the file is the natural layout");
+static_assert(sizeof(std::size_t) == 8, "sizes are 64-bit numbers: 32-bit hosts are not supported");
 
 template <class T>
 T load(const void* p) {
@@ -129,11 +127,13 @@ inline std::string quoted(std::string_view bytes) {  // bytes outside printable 
 inline bool all_zero(const u8* p, u64 n) { return n == 0 || (p[0] == 0 && std::memcmp(p, p + 1, n - 1) == 0); }
 inline u64 data_off(const Header& h) { return align(128 + u64{128} * h.n_tensors + h.names_len + h.meta_len, 4096); }
 
-// Throws for one file and, unless empty, one tensor of it.
+// Throws for one file and, unless empty, one tensor of it; `record` introduces a tensor that has no good name.
 struct Fail {
   const std::string& file;
-  std::string tensor;
-  [[noreturn]] void operator()(Error code, const std::string& what) const { throw Exception(code, file, tensor, what); }
+  std::string tensor, record;
+  [[noreturn]] void operator()(Error code, const std::string& what) const {
+    throw Exception(code, file, tensor, record + what);
+  }
   void unless_equal(Error code, const char* field, u64 value, u64 expected) const {
     if (value != expected) (*this)(code, std::string(field) + " " + num(value) + ", expected " + num(expected));
   }
@@ -145,12 +145,12 @@ struct Fail {
 
 // Steps 1 to 8; p holds the first min(128, size) bytes of a file of `size` bytes.
 inline Header check_header(const u8* p, u64 size, const std::string& file) {
-  const Fail fail{file, ""};
+  const Fail fail{file, "", ""};
   if (std::memcmp(p, MAGIC, size < 8 ? size : 8) != 0) {
-    const bool lfs = size >= 8 && std::memcmp(p, "version ", 8) == 0;
-    const std::string_view start(reinterpret_cast<const char*>(p), size < 8 ? size : 8);
-    fail(Error::NOT_KDTR, lfs ? "is a Git-LFS pointer, not the file itself (git lfs pull)"
-                              : "starts with " + quoted(start) + ", expected '\\x89KDTR\\x0d\\x0a\\x1a'");
+    const std::string start(reinterpret_cast<const char*>(p), size < 128 ? size : 128);
+    if (start.rfind("version https://git-lfs.", 0) == 0)
+      fail(Error::NOT_KDTR, "is a Git-LFS pointer, not the data: fetch it with `git lfs pull`");
+    fail(Error::NOT_KDTR, "starts with " + quoted(start.substr(0, 8)) + ", expected '\\x89KDTR\\x0d\\x0a\\x1a'");
   }
   if (size < 128) fail(Error::TRUNCATED, "has " + num(size) + " bytes, a header has 128");
   const auto h = load<Header>(p);
@@ -243,7 +243,7 @@ inline void check_tolerance(const Record& r, const Fail& fail) {
 
 // Steps 9 to 15e; prefix holds the first data_off bytes.
 inline void check_index(const u8* prefix, const Header& h, const std::string& file) {
-  const Fail whole{file, ""};
+  const Fail whole{file, "", ""};
   const u64 end = data_off(h), used = 128 + u64{128} * h.n_tensors + h.names_len + h.meta_len;
   whole.unless_sum(Error::PREFIX_SUM, "prefix_sum", h.prefix_sum, prefix + 128, end - 128);
   if (!all_zero(prefix + used, end - used)) whole(Error::PADDING, "a byte between metadata and payloads is not zero");
@@ -251,16 +251,17 @@ inline void check_index(const u8* prefix, const Header& h, const std::string& fi
   std::string_view before;
   for (u64 i = 0; i < h.n_tensors; ++i) {
     const auto r = load<Record>(prefix + 128 + 128 * i);
-    Fail fail{file, "#" + num(i)};
+    Fail fail{file, "", "record " + num(i) + ": "};
     fail.unless_equal(Error::INDEX, "name_off", r.name_off, names_end);
     names_end += r.name_len;
-    if (names_end > h.names_len) fail(Error::INDEX, "its name ends at " + num(names_end) + " of " + num(h.names_len));
+    if (names_end > h.names_len) fail(Error::INDEX, "the name ends at " + num(names_end) + " of " + num(h.names_len));
     fail.unless_equal(Error::INDEX, "flags", r.flags, 0);
     const std::string_view name = record_name(prefix, h, r);
-    if (!valid_name(name)) fail(Error::NAME, "its name " + quoted(name) + " is not legal");
-    if (name <= before) fail(Error::NAME, "its name " + quoted(name) + " comes after " + quoted(before));
+    if (!valid_name(name)) fail(Error::NAME, "the name " + quoted(name) + " is not legal");
+    if (name <= before) fail(Error::NAME, "the name " + quoted(name) + " comes after " + quoted(before));
     before = name;
     fail.tensor = name;
+    fail.record.clear();
     check_shape(r, fail);
     fail.unless_equal(Error::LAYOUT, "offset", r.offset, align(payload_end, 256));
     payload_end = r.offset + r.nbytes;

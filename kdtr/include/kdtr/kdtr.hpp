@@ -187,7 +187,8 @@ class File {
       detail::check_index(prefix_.get(), header_, path);
     } else {
       const auto prefix = detail::allocate(start, path);
-      in.read(prefix.get(), start, 0);
+      std::memcpy(prefix.get(), head, 128);
+      in.read(prefix.get() + 128, start - 128, 128);
       detail::check_index((prefix_ = prefix).get(), header_, path);
       const auto payload = detail::allocate(size - start, path);
       in.read(payload.get(), size - start, start);
@@ -195,10 +196,11 @@ class File {
     }
   }
 
-  // Level 1 of a file in memory, which stays the caller's; `label` stands for its path in messages.
+  // Level 1 of a file in memory, which stays the caller's; `label` stands for its path in messages. Tensors are as
+  // aligned as `data` is, up to 256 bytes: as<T>() needs what T needs.
   static File borrow(const void* data, std::uint64_t size, const std::string& label) {
     File file;
-    const auto* p = static_cast<const std::uint8_t*>(data);
+    const auto* p = size > 0 ? static_cast<const std::uint8_t*>(data) : detail::MAGIC;  // no bytes: any pointer will do
     file.path_ = std::make_shared<const std::string>(label);
     file.header_ = detail::check_header(p, size, label);
     detail::check_index(p, file.header_, label);
@@ -215,7 +217,7 @@ class File {
     const auto r = record(i);
     const std::uint64_t end = i + 1 < size() ? record(i + 1).offset : header_.file_size;
     const auto name = detail::record_name(prefix_.get(), header_, r);
-    detail::check_payload(payload(r), r, end, {*path_, std::string(name)});
+    detail::check_payload(payload(r), r, end, {*path_, std::string(name), ""});
   }
 
   const std::string& path() const { return *path_; }

@@ -195,7 +195,7 @@ class Writer {
     try {
       detail::check_header(out.data(), h.file_size, label);
       detail::check_index(out.data(), h, label);
-      for (const Entry& e : entries_) detail::check_values(e.payload.data(), e.record, {label, e.name});
+      for (const Entry& e : entries_) detail::check_values(e.payload.data(), e.record, {label, e.name, ""});
     } catch (const Exception& error) {
       throw Exception(Error::ENCODE, label, error.tensor, error.message);
     }
