@@ -104,5 +104,7 @@ def log_normaliser(row: NDArray[np.float32]) -> np.float32:
 
 
 def _log_sum_exp(row: NDArray[Any], peak: np.floating[Any]) -> np.floating[Any]:
-    total: np.floating[Any] = peak + np.log(np.exp(row - peak).sum())
+    others = np.exp(row - peak)
+    others[row.argmax()] = 0.0  # the peak's own 1 goes through log1p, so that small others keep their bits
+    total: np.floating[Any] = peak + np.log1p(others.sum())
     return total

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-KINDS = ("smooth", "quarters", "equal", "halves", "steep", "same tokens", "normalised")
+KINDS = ("smooth", "quarters", "equal", "halves", "mixed scales", "same tokens", "normalised")
 
 
 def random_lists(seed: int, count: int, max_depth: int, max_width: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -23,8 +23,8 @@ def random_lists(seed: int, count: int, max_depth: int, max_width: int) -> Itera
             values = np.full(shape, -np.log(shape[1]))
         elif kind == "halves":  # probabilities 1/2, 1/4, ...: a deep node ties with a shallow one
             values = np.broadcast_to(np.log(2.0) * -np.arange(1, shape[1] + 1), shape)
-        elif kind == "steep":
-            values = rng.normal(0, 1, shape) * 10.0 ** rng.integers(-6, 6, (shape[0], 1)) - 1e3
+        elif kind == "mixed scales":  # sums that round in float64, so that the order of operations shows
+            values = -rng.exponential(1, shape) * 10.0 ** rng.integers(-9, 5, (shape[0], 1))
         elif kind == "same tokens":
             values = np.broadcast_to(-np.sort(rng.exponential(1, shape[1])), shape)
         else:
