@@ -171,7 +171,10 @@ class SmiClockReader:
         self._uuid = uuid
 
     def read(self) -> Clocks:
-        return parse_clocks(_smi("clocks.sm,clocks.mem,clocks_throttle_reasons.active", self._uuid))
+        for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):  # new and old name of the same field
+            if fields := _smi(f"clocks.sm,clocks.mem,{reasons}.active", self._uuid):
+                return parse_clocks(fields)
+        return parse_clocks(None)
 
 
 def parse_clocks(fields: list[str] | None) -> Clocks:

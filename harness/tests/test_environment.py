@@ -250,6 +250,8 @@ def test_the_clock_reader_asks_for_its_gpu(monkeypatch):
     reader = environment.SmiClockReader(1980, "GPU-x")
     assert reader.read().throttle == ("hw_slowdown",)
     assert calls[0][1:3] == ["-i", "GPU-x"]
+    fake_programs(monkeypatch, {"clocks_event_reasons": None, "clocks_throttle_reasons": "1980, 2619, 0x40\n"})
+    assert reader.read().throttle == ("hw_thermal_slowdown",)
     fake_programs(monkeypatch, {"nvidia-smi": None})
     assert reader.read().sm_mhz is None
 

@@ -18,7 +18,7 @@ from harness.parity import Check, Decoding
 from harness.records import Parity
 from reference.drafter import NoisyOracleDrafter
 from reference.loop import Generation, ar_generate, ddtree_generate
-from reference.sampling import SamplingParams
+from reference.sampling import SamplingParams, choice_margins, choose_rows
 from reference.tests.lists import random_lists
 from reference.tests.toys import HashTarget
 from reference.tree import Tree, build_tree
@@ -96,6 +96,16 @@ def test_a_wrong_token_is_found_told_and_reproduced(tmp_path, sampling, index):
 
     again = parity.reproduce(tmp_path / "case.kdtr", lambda model, precision: target)
     assert again.difference == difference
+
+
+def test_the_margin_of_a_draw_is_that_of_its_position():
+    target, truth, _ = decode(SAMPLED)
+    for index in (0, 5, 39):
+        tokens = np.array([*PROMPT, *truth[:index]], np.int32)
+        row = target.forward(tokens, target.new_cache(64)).logits[-1:, :VOCAB]
+        margins = choice_margins(np.repeat(row, 60, axis=0), SAMPLED, np.arange(60))
+        assert choose_rows(row, SAMPLED, np.array([len(PROMPT) + index - 1]))[0] == truth[index]
+        assert parity.target_margin(target, PROMPT, truth, SAMPLED)(index) == margins[len(PROMPT) + index - 1]
 
 
 def test_the_margin_is_that_of_the_target_at_the_token():
@@ -194,6 +204,17 @@ def test_one_wrong_entry_of_any_array_is_found_and_reproduced(tmp_path, lists, n
     assert "list 4" in str(parity.reason(result))
     again = parity.reproduce(tmp_path / "divergence.kdtr").difference
     assert again == dataclasses.replace(found, round=None)
+
+
+def test_the_first_of_two_differences_is_told(lists):
+    lp, ids = lists
+    arrays = build_tree(lp, ids, 20).padded(20, len(lp))
+    arrays["tokens"][15] += 1
+    arrays["scores"][6] -= 1
+    arrays["ranks"][6] += 1
+    found = parity.check_tree("l", arrays, lp, ids, 20).difference
+    assert found is not None
+    assert (found.what, found.index) == ("tree.ranks", 6)
 
 
 def test_two_swapped_nodes_and_a_wrong_count_are_found(lists):

@@ -88,6 +88,7 @@ def test_numpy_values_become_plain_numbers():
         ({"seed": True}, "seed: expected int, found True"),
         ({"seed": 1.0}, "seed: expected int, found 1.0"),
         ({"metrics": {"tau": "2.5"}}, "metrics.tau"),
+        ({"metrics": {"tau": True}}, "metrics.tau"),
         ({"params": {"a": [1]}}, "params.a"),
         ({"status": "FINE"}, "status: expected one of 'OK', 'INVALID', 'NOT_RUN', found 'FINE'"),
         ({"depth_histogram": 3}, "depth_histogram: expected a list"),
