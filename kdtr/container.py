@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kdtr.dtypes import Bytes
-from kdtr.errors import FileIOError, MetaError, TensorTypeError
+from kdtr.errors import FileIOError, MetaError, NotFoundError, TensorTypeError
 from kdtr.format import PAYLOAD_ALIGN
 from kdtr.index import Index
 from kdtr.metadata import decode_meta, meta_problems
@@ -65,7 +65,7 @@ class Fixture(Mapping[str, npt.NDArray[Any]]):
         array = self.arrays.get(name)
         if array is None:
             self.info.position(name)  # tells the nearest names
-            raise KeyError(f"{self.path}: tensor '{name}' is in the file but was not asked for when it was read")
+            raise NotFoundError("is in the file but was not asked for when it was read", path=self.path, tensor=name)
         return array
 
     def __iter__(self) -> Iterator[str]:

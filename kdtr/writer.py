@@ -53,7 +53,7 @@ class Writer:
         self.path: Final = os.fspath(path)
         self._names: Final = _checked_names(specs, self.path)
         self._row: Final = {name: row for row, name in enumerate(self._names)}
-        if not kind_is_legal(kind.encode()):
+        if not (kind.isascii() and kind_is_legal(kind.encode())):
             self._refuse(f"kind is {kind!r}, must be 1 to 32 bytes in 0x21..0x7E")
         if not 0 <= kind_version < 1 << 32:
             self._refuse(f"kind_version is {kind_version}, must be in 0..{(1 << 32) - 1}")

@@ -87,7 +87,7 @@ def test_name_that_is_no_text(previous):
         kdtr.save(previous, {3: np.ones(1)}, kind="any")  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("kind", ["", "a b", "é", "x" * 33, "a\0b", "\x7f"])
+@pytest.mark.parametrize("kind", ["", "a b", "é", "\ud800", "x" * 33, "a\0b", "\x7f"])
 def test_refused_kinds(previous, kind):
     with pytest.raises(errors.EncodeError, match="kind"):
         kdtr.save(previous, GOOD, kind=kind)
