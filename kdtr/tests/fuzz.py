@@ -37,6 +37,14 @@ class FuzzError(Exception):
     """A fault of a reader, with the mutant that shows it."""
 
 
+def sources_digest() -> str:
+    """Identifies the headers, the fuzzer and the files that it starts from."""
+    digest = hashlib.sha256()
+    for file in sorted([*(cpp_build.INCLUDE / "kdtr").iterdir(), cpp_build.SOURCES / "fuzz.cpp", *VECTORS.iterdir()]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 @dataclass
 class State:
     """What was run so far on one state of the sources; `sources` is their digest."""
@@ -51,12 +59,7 @@ class State:
     @classmethod
     def load(cls, path: Path | None) -> Self:
         """The state of a file, a fresh one without. Raises FuzzError if it is of other sources."""
-        digest = hashlib.sha256()
-        for file in sorted(
-            [*(cpp_build.INCLUDE / "kdtr").iterdir(), cpp_build.SOURCES / "fuzz.cpp", *VECTORS.iterdir()]
-        ):
-            digest.update(file.read_bytes())
-        sources = digest.hexdigest()[:16]
+        sources = sources_digest()
         if path is None or not path.exists():
             return cls(sources)
         state = cls(**json.loads(path.read_text()))
@@ -161,6 +164,10 @@ def main() -> int:
             verdicts = fuzz(state.executions, count, folder)
             took = time.monotonic() - start
             state.verdicts = dict(sorted((Counter(state.verdicts) + verdicts).items()))
+            if sources_digest() != state.sources:
+                raise FuzzError(
+                    "the sources were changed during the run: what it did since the last line is not counted"
+                )
             state.executions, state.seconds = state.executions + count, state.seconds + took
             state.save(options.state)
             print(f"{state.executions:,} of {options.executions:,} executions, {count / took:,.0f}/s", flush=True)
