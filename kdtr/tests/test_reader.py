@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import pickle
 import resource
@@ -177,6 +178,16 @@ def test_all_names_of_some_segments_get_the_verdict_of_the_plain_reader():
 def test_names_get_the_verdict_of_the_plain_reader(names, ascending):
     data = File([Tensor(name) for name in (sorted(set(names)) if ascending else names)]).to_bytes()
     assert verdict_on_bytes(data) == verdict(data)
+
+
+def test_all_shapes_of_some_dims_get_the_verdict_of_the_plain_reader():
+    """Products at the cap, over it, wrapping to 0 and to small numbers; sizes that would fit them."""
+    dims = [0, 1, 3, 2**16, 2**24, 2**48, 2**48 + 1, 2**63, 2**64 - 1]
+    for shape in itertools.product(dims, repeat=3):
+        for dtype in ("u8", "f6_e2m3fn"):
+            nbytes = (math.prod(shape) * BITS[dtype] + 7) // 8 % 2**64
+            data = File([Tensor(b"x", dtype, (0, 0, 0), raw={"dim": shape, "nbytes": nbytes})]).to_bytes()
+            assert verdict_on_bytes(data) == verdict(data), shape
 
 
 def test_first_faulty_record_is_reported_and_named(tmp_path):
