@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reference.cache import LatentCache
 from reference.model import Model
 from reference.tests.models import YARN, random_parents, random_weights, target_config, tree_visibility
 from reference.weights import WeightError
@@ -426,3 +427,17 @@ def test_two_sequences_on_one_model_do_not_meet():
     first, second = prefilled(model, one), prefilled(model, other)
     model.forward([4, 5], second)
     np.testing.assert_array_equal(model.forward([3], first).logits, alone)
+
+
+def test_cache_rows_beyond_two_to_the_31_elements(tmp_path):
+    """Row 3,728,270 of width 576 crosses 2^31: a block there gives the bits of a small cache. The file is sparse."""
+    model = model_of("latent_512", "float32", num_hidden_layers=1)
+    block = 3_728_270 // 64
+    storage = np.memmap(tmp_path / "pool", np.float32, "w+", shape=(1, 64 * (block + 1), 576))
+    far = LatentCache(1, 512, 64, 128, np.float32, block_size=64, block_table=[block, 3], storage=storage)
+    near = model.new_cache(128, block_size=64)
+    tokens = some_tokens(100)
+    logits = [model.forward(tokens, cache).logits for cache in (near, far)]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    assert storage[0, 3_728_270].any()
+    assert not storage[0, 0].any()
