@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import subprocess
 from typing import Any
 
@@ -55,12 +56,21 @@ def test_python_reader(vector):
         assert python_verdict(path, level) == expected(vector, level), f"level {level}"
 
 
+MEMORY = 32 << 20  # address space of the C++ reader, its libraries included: nothing large is allocated
+
+
 @pytest.mark.skipif(cpp_build.missing("g++") is not None, reason=str(cpp_build.missing("g++")))
 @pytest.mark.parametrize("level", [1, 2])
 def test_cpp_reader(level):
     program = cpp_build.build(cpp_build.SOURCES / "kdtr_check.cpp")
     paths = [str(VECTORS / v["file"]) for v in LISTED]
-    result = subprocess.run([program, str(level), *paths], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [program, str(level), *paths],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+    )
     assert (result.returncode, result.stderr) == (0, "")
     verdicts = [line.split("\t") for line in result.stdout.splitlines()]
     assert len(verdicts) == len(LISTED)

@@ -1,9 +1,11 @@
 // The public API of the C++ headers: kdtr_api FOLDER. Prints each failed check, and exits with 1 if there is one.
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cmath>
 #include <complex>
 #include <cstdio>
+#include <fstream>
 #include <functional>
 #include <kdtr/compare.hpp>
 #include <kdtr/kdtr.hpp>
@@ -117,6 +119,7 @@ void refusing(const std::string& folder) {
   CHECK(::mkfifo(fifo.c_str(), 0600) == 0);
   THROWS(Error::IO, ({fifo, "not a regular file"}), kdtr::File file(fifo));
 
+  sample().save(folder + "/refused.kdtr");  // what is refused leaves the file that is there
   auto encode = [&](int line, const std::vector<std::string>& parts, const std::function<void(kdtr::Writer&)>& fill,
                     const std::string& kind = "any") {
     kdtr::Writer out(kind, "{}");
@@ -146,8 +149,34 @@ void refusing(const std::string& folder) {
   encode(__LINE__, {"kind", "32"}, [](auto&) {}, std::string(33, 'k'));
   encode(__LINE__, {"kind 'a b"}, [](auto&) {}, "a b");
   THROWS(Error::ENCODE, ({"16777217"}), kdtr::Writer("any", std::string((16 << 20) + 1, ' ')).bytes());
+  CHECK(kdtr::File(folder + "/refused.kdtr").at("text").text() == "tree");
   THROWS(Error::IO, ({folder + "/none/x.kdtr"}), sample().save(folder + "/none/x.kdtr"));
   THROWS(Error::IO, ({folder}), sample().save(folder));
+}
+
+// Descriptors and maps are given back, and a map outlives the file's replacement.
+void holding(const std::string& folder) {
+  const std::string path = folder + "/held.kdtr", bad = folder + "/bad.kdtr";
+  std::vector<std::uint8_t> bytes = sample().bytes();
+  std::ofstream(bad, std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), 5000);
+  sample().save(path);
+  rlimit before{}, few{};
+  CHECK(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  few = {64, before.rlim_max};
+  CHECK(::setrlimit(RLIMIT_NOFILE, &few) == 0);
+  for (int i = 0; i < 10000; ++i) {
+    const kdtr::File copied(path), mapped(path, kdtr::Mode::map);
+    CHECK(copied.size() == mapped.size());
+    if (i % 10 == 0) THROWS(Error::TRUNCATED, ({bad, "5000", "8192"}), kdtr::File file(bad, kdtr::Mode::map));
+  }
+  CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+  const kdtr::File old(path, kdtr::Mode::map);
+  kdtr::Writer other("any", "{}");
+  other.add_text("text", "other");
+  other.save(path);
+  CHECK(old.at("text").text() == "tree");
+  old.verify();
+  CHECK(kdtr::File(path).at("text").text() == "other");
 }
 
 void comparing(const std::string& path) {
@@ -204,6 +233,7 @@ int main(int argc, char** argv) {
   reading(path, kdtr::Mode::copy);
   reading(path, kdtr::Mode::map);
   refusing(folder);
+  holding(folder);
   comparing(path);
   return failures == 0 ? 0 : 1;
 }

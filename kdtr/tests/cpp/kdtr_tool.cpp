@@ -2,9 +2,13 @@
 //   kdtr_tool copy IN OUT             writes the content of IN anew
 //   kdtr_tool values FILE             every part of every element as an exact hexadecimal float, one tensor a line
 //   kdtr_tool compare GOLDEN ACTUAL   name, ok, bad elements, measure and message of each verdict, separated by tabs
-//   kdtr_tool time FILE ROUNDS        milliseconds of each level 1 and each level 2, of a mapped and of a copied file
+//   kdtr_tool damage FILE             bit flips that went unnoticed, and cuts that were not found to be TRUNCATED: all
+//   tried kdtr_tool time FILE ROUNDS        milliseconds of each level 1 and each level 2, of a mapped and of a copied
+//   file
 #include <chrono>
 #include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <kdtr/compare.hpp>
 #include <kdtr/kdtr.hpp>
 #include <kdtr/writer.hpp>
@@ -39,6 +43,33 @@ void compare(const std::string& golden, const std::string& actual) {
                 v.message.c_str());
 }
 
+bool passes(const std::vector<std::uint8_t>& bytes, std::size_t size, kdtr::Error* found) {
+  try {
+    kdtr::File::borrow(bytes.data(), size, "damaged").verify();
+    return true;
+  } catch (const kdtr::Exception& error) {
+    *found = error.code;
+    return false;
+  }
+}
+
+void damage(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::vector<std::uint8_t> bytes{std::istreambuf_iterator<char>(in), {}};
+  kdtr::Error found{};
+  unsigned unnoticed = 0, other = 0;
+  for (std::size_t bit = 0; bit < 8 * bytes.size(); ++bit) {
+    const auto mask = static_cast<std::uint8_t>(1U << bit % 8);
+    bytes[bit / 8] ^= mask;
+    unnoticed += passes(bytes, bytes.size(), &found);
+    bytes[bit / 8] ^= mask;
+  }
+  for (std::size_t size = 0; size < bytes.size(); ++size)
+    other += passes(bytes, size, &found) || found != kdtr::Error::TRUNCATED;
+  std::printf("%zu flips, %u unnoticed; %zu cuts, %u not TRUNCATED\n", 8 * bytes.size(), unnoticed, bytes.size(),
+              other);
+}
+
 void time(const std::string& path, int rounds) {
   using Clock = std::chrono::steady_clock;
   auto ms = [](Clock::time_point a, Clock::time_point b) {
@@ -66,10 +97,12 @@ int main(int argc, char** argv) {
       values(args[1]);
     else if (args.size() == 3 && args[0] == "compare")
       compare(args[1], args[2]);
+    else if (args.size() == 2 && args[0] == "damage")
+      damage(args[1]);
     else if (args.size() == 3 && args[0] == "time")
       time(args[1], std::stoi(args[2]));
     else
-      return std::fprintf(stderr, "usage: kdtr_tool copy|values|compare|time ...\n"), 2;
+      return std::fprintf(stderr, "usage: kdtr_tool copy|values|compare|damage|time ...\n"), 2;
   } catch (const kdtr::Exception& error) {
     return std::fprintf(stderr, "%s\n", error.what()), 1;
   }
