@@ -37,18 +37,13 @@ class MlaWeights:
     kv_a_proj: Array  # [hidden, r + p]
     kv_a_norm: Array  # [r]
     kv_b_proj: Array  # [r, H, n + v]; per head the n columns come first
+    w_uk: Array  # [H, n, r], see `key_part`
     o_proj: Array  # [H v, hidden]
-    nope_dim: int  # n
-
-    @property
-    def w_uk(self) -> Array:
-        """[H, n, r], a view."""
-        return self.kv_b_proj[..., : self.nope_dim].transpose(1, 2, 0)
 
     @property
     def w_uv(self) -> Array:
         """[H, r, v], a view."""
-        return self.kv_b_proj[..., self.nope_dim :].transpose(1, 0, 2)
+        return self.kv_b_proj[..., self.w_uk.shape[1] :].transpose(1, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,11 @@ class MlaInputs:
     q_rope: Array  # [N, H, p]
     latent: Array  # [N, r]
     rope_key: Array  # [N, p]
+
+
+def key_part(kv_b_proj: Array, nope_dim: int) -> Array:
+    """W_UK [H, n, r] of kv_b_proj [r, H, n + v]: a copy, since BLAS is slow on its transpose for few rows."""
+    return np.ascontiguousarray(kv_b_proj[..., :nope_dim].transpose(1, 2, 0))
 
 
 def project(
@@ -163,7 +163,8 @@ def expanded_attention(
     """
     rank, heads, width = weights.kv_b_proj.shape
     expanded = numerics.linear(latent, weights.kv_b_proj.reshape(rank, -1)).reshape(-1, heads, width)
-    key, value = expanded[..., : weights.nope_dim], expanded[..., weights.nope_dim :].transpose(1, 0, 2)
+    nope = weights.w_uk.shape[1]
+    key, value = expanded[..., :nope], expanded[..., nope:].transpose(1, 0, 2)
     scores = inputs.q_nope.transpose(1, 0, 2) @ key.transpose(1, 2, 0)  # [H, N, S]
     scores += inputs.q_rope.transpose(1, 0, 2) @ rope_key.T
     scores = numerics.store(numerics.store(scores) * numerics.dtype.type(scale))

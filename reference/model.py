@@ -27,6 +27,7 @@ from reference.mla import (
     expand_output,
     expanded_attention,
     expanded_is_cheaper,
+    key_part,
     latent_attention,
     project,
 )
@@ -210,6 +211,7 @@ def _layer(weights: Weights, config: ModelConfig, index: int) -> Layer:
             weights.take_linear(attention + "q_b_proj.weight"),
         )
     by_head = (config.kv_lora_rank, config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim)
+    kv_b_proj = weights.take_linear(attention + "kv_b_proj.weight").reshape(by_head)
     mlp: SwigluWeights | MoeWeights
     if index < config.first_k_dense_replace:
         mlp = weights.take_swiglu(at + "mlp.")
@@ -231,9 +233,9 @@ def _layer(weights: Weights, config: ModelConfig, index: int) -> Layer:
             query=query,
             kv_a_proj=weights.take_linear(attention + "kv_a_proj_with_mqa.weight"),
             kv_a_norm=weights.take(attention + "kv_a_layernorm.weight"),
-            kv_b_proj=weights.take_linear(attention + "kv_b_proj.weight").reshape(by_head),
+            kv_b_proj=kv_b_proj,
+            w_uk=key_part(kv_b_proj, config.qk_nope_head_dim),
             o_proj=weights.take_linear(attention + "o_proj.weight"),
-            nope_dim=config.qk_nope_head_dim,
         ),
         post_attention_norm=weights.take(at + "post_attention_layernorm.weight"),
         mlp=mlp,

@@ -13,6 +13,7 @@ from reference.mla import (
     absorb_query,
     expand_output,
     expanded_attention,
+    key_part,
     latent_attention,
     merge_partials,
     project,
@@ -183,13 +184,14 @@ def layer_inputs(config, rng, rows, numerics):
             held.take_linear(at + "q_b_proj.weight"),
         )
     )
+    kv_b = held.take_linear(at + "kv_b_proj.weight").reshape(config.kv_lora_rank, config.num_attention_heads, -1)
     weights = MlaWeights(
         query,
         held.take_linear(at + "kv_a_proj_with_mqa.weight"),
         held.take(at + "kv_a_layernorm.weight"),
-        held.take_linear(at + "kv_b_proj.weight").reshape(config.kv_lora_rank, config.num_attention_heads, -1),
+        kv_b,
+        key_part(kv_b, config.qk_nope_head_dim),
         held.take_linear(at + "o_proj.weight"),
-        config.qk_nope_head_dim,
     )
     cos, sin = config.rope.tables(np.arange(rows), config.qk_rope_head_dim, numerics)
     x = numerics.store(rng.standard_normal((rows, config.hidden_size)))

@@ -134,7 +134,7 @@ def random_oracle(
                 parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
             else:
                 fan_in = parameter.shape[-1]
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.5 / math.sqrt(fan_in)))
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.2 / math.sqrt(fan_in)))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 shift = -5.0 if name == "negative_bias" else 0.0
