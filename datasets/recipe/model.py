@@ -295,7 +295,7 @@ class Target(nn.Module):
                 nn.init.normal_(p, 0, std)
 
     def forward(self, tokens: Tensor, taps: tuple[int, ...] = (), logits: bool = True) -> TargetOutput:
-        """tokens [B, T], causal over the whole row."""
+        """tokens [B, T], causal over the whole row. Without logits it stops after the last tap and returns its x."""
         x, features, loads = self.embed_tokens(tokens), [], []
         rope = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.c.qk_rope_head_dim, self.c.rope_theta)
         for index, layer in enumerate(self.layers):
@@ -304,6 +304,8 @@ class Target(nn.Module):
             loads += [] if load is None else [load]
             if index in taps:
                 features.append(x)
+            if not logits and index >= max(taps):
+                break
         out = self.lm_head(self.norm(x)) if logits else x
         return TargetOutput(out, torch.cat(features, -1) if taps else None, torch.stack(loads) if loads else None)
 

@@ -25,71 +25,90 @@ from training import (
     Clock,
     autocast,
     learning_rate,
+    load_drafter,
     load_target,
     optimisers,
     pick_device,
     save_checkpoint,
     save_resume,
     step_all,
+    use_narrow_values,
     wait_for,
 )
+
+
+def closes_repeat(rows: Tensor, run: int) -> Tensor:
+    """bool [B, T]: the `run` tokens that end here stand earlier in the row too."""
+    count = rows.shape[1] - run + 1
+    windows = rows.unfold(1, run, 1)  # [B, count, run]
+    factors = torch.randint(1, 2**40, (run,), generator=torch.Generator().manual_seed(0)).to(rows.device)
+    keys = ((windows + 1) * factors).sum(-1)  # wraps around: a hash
+    same = keys[:, :, None] == keys[:, None, :]
+    earlier = torch.ones(count, count, dtype=torch.bool, device=rows.device).tril(-1)
+    out = torch.zeros_like(rows, dtype=torch.bool)
+    out[:, run - 1 :] = (same & earlier).any(-1)
+    return out
 
 
 class Own:
     """Generated rows on the device with the length of their prefixes."""
 
     def __init__(self, folder: Path, device: torch.device, seed: int) -> None:
-        rows, prefixes = [], []
+        own, prefixes = [], []
         for path in sorted(folder.glob("own-*.npz")):
             with np.load(path) as file:
-                rows.append(file["rows"].astype(np.int16))
-                prefixes.append(np.full(len(rows[-1]), file["prefix"]))
-        if not rows:
+                own.append(file["rows"].astype(np.int16))
+                prefixes.append(np.full(len(own[-1]), file["prefix"]))
+        if not own:
             raise FileNotFoundError(f"{folder}: no own-*.npz; run generate.py")
-        self.rows = torch.from_numpy(np.concatenate(rows)).to(device)
+        self.rows = torch.from_numpy(np.concatenate(own)).to(device)
         self.prefixes = torch.from_numpy(np.concatenate(prefixes)).to(device)
+        pieces = zip(self.rows.split(256), self.prefixes.split(256), strict=True)
+        self.ends = torch.cat([usable(rows.long(), first) for rows, first in pieces])
         self.generator = torch.Generator().manual_seed(seed)
 
-    def next(self, batch: int) -> tuple[Tensor, Tensor]:
-        """(tokens [batch, width], prefix lengths [batch])."""
+    def next(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [batch, width], first and end [batch] of the positions to learn)."""
         pick = torch.randint(len(self.rows), (batch,), generator=self.generator).to(self.rows.device)
-        return self.rows[pick].long(), self.prefixes[pick]
+        return self.rows[pick].long(), self.prefixes[pick], self.ends[pick]
 
 
-def draw_roots(tokens: Tensor, prefix: Tensor, roots: int, block: int) -> Tensor:
-    """Random root positions [B, roots] in the generated part, each with a full block of known tokens after it."""
-    B, T = tokens.shape
-    noise = torch.rand(B, T - block + 1, device=tokens.device)
-    position = torch.arange(T - block + 1, device=tokens.device)
-    return noise.masked_fill(position < prefix[:, None], -1.0).topk(roots, -1).indices
+def usable(rows: Tensor, prefix: Tensor, run: int = 16, more: int = 32) -> Tensor:
+    """End [B] of the generated text to learn from: its end of text, or `more` tokens into its first loop."""
+    position = torch.arange(rows.shape[1], device=rows.device)
+    own = position >= prefix[:, None]
+    width = rows.shape[1]
+    stop = torch.where((rows == END_OF_TEXT_ID) & own, position + 1, width).amin(1)
+    return torch.minimum(stop, torch.where(closes_repeat(rows, run) & own, position + more, width).amin(1))
+
+
+def draw_roots(first: Tensor, end: Tensor, width: int, roots: int, block: int) -> Tensor:
+    """Random root positions [B, roots] in first..end - 2, each with a full block inside the row."""
+    position = torch.arange(width - block + 1, device=first.device)
+    noise = torch.rand(len(first), len(position), device=first.device)
+    outside = (position < first[:, None]) | (position + 1 >= end[:, None])
+    return noise.masked_fill(outside, -1.0).topk(roots, -1).indices
 
 
 def loss_of(
-    drafter: Drafter, target: Target, tokens: Tensor, prefix: Tensor, roots: Tensor, weights: Tensor
+    drafter: Drafter, target: Target, features: Tensor, tokens: Tensor, bounds: Tensor, roots: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, chain tau at the block size, share of right tokens a depth)."""
+    """(loss, chain tau at the block size, share of right tokens a depth); bounds [2, B] are first and end."""
     c = drafter.c
-    with torch.no_grad():
-        features = target(tokens, taps=c.target_layer_ids, logits=False).features
-        assert features is not None
     index = roots[..., None] + torch.arange(c.block_size, device=tokens.device)
     labels = tokens.gather(1, index.flatten(1)).view(index.shape)
     noise = torch.full_like(labels, c.mask_token_id)
     noise[..., 0] = labels[..., 0]
     hidden = drafter(target.embed_tokens(noise), features, roots, c.block_size)[:, :, 1:]
     logits = functional.linear(hidden, target.lm_head.weight)
-    ends = (tokens == END_OF_TEXT_ID) & (torch.arange(tokens.shape[1], device=tokens.device) >= prefix[:, None])
-    before = ends.long().cumsum(1) - ends.long()  # ends strictly before a position
-    live = (before.gather(1, index.flatten(1)).view(index.shape) == 0)[..., 1:] & (roots >= prefix[:, None])[..., None]
-    w = weights * live
-    nats = functional.cross_entropy(logits.flatten(0, 2).float(), labels[..., 1:].flatten(), reduction="none").view(
-        live.shape
-    )
-    right = (logits.argmax(-1) == labels[..., 1:]) & live
+    labels, first, end = labels[..., 1:], bounds[0, :, None, None], bounds[1, :, None, None]
+    live = (index[..., 1:] < end) & (roots[..., None] >= first)
+    nats = functional.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none").view(live.shape)
+    right = (logits.argmax(-1) == labels) & live
     whole = live.all(-1)
     tau = 1 + (right.long().cumprod(-1).sum(-1) * whole).sum() / whole.sum().clamp(min=1)
     by_depth = (right * whole[..., None]).sum((0, 1)) / whole.sum().clamp(min=1)
-    return (nats * w).sum() / w.sum(), tau, by_depth
+    return (nats * weights * live).sum() / (weights * live).sum().clamp(min=1e-6), tau, by_depth
 
 
 def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
@@ -97,20 +116,28 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
     device = pick_device()
     target = Target(TargetConfig(**args.target_config)).to(device).eval().requires_grad_(False)
     drafter = Drafter(config).to(device).train()
+    if args.init:
+        drafter.load_state_dict(load_drafter(args.init, device).state_dict())
     if target.c.num_hidden_layers - 1 in config.target_layer_ids:
         raise ValueError(f"target_layer_ids {config.target_layer_ids}: the last layer must not be tapped")
     weights = torch.exp(-torch.arange(config.block_size - 1, device=device).float() / args.gamma)
     opts = optimisers(drafter, args.lr_muon, args.lr_adam)
     run = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
+
+    def learn(tokens: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        roots = draw_roots(*bounds, tokens.shape[1], args.roots, config.block_size)
+        with autocast(device):
+            with torch.no_grad():
+                features = target(tokens, taps=config.target_layer_ids, logits=False).features
+            loss, tau, by_depth = run(drafter, target, features, tokens, bounds, roots, weights)
+        loss.backward()
+        return loss.detach(), tau, by_depth
+
     begin = time.monotonic()
     if args.compile:
+        use_narrow_values(target, device.type == "cuda")
         tokens = torch.randint(2, target.c.vocab_size, (args.batch, args.width), device=device)
-        prefix = torch.full((args.batch,), 16, device=device)
-        with autocast(device):
-            loss, _, _ = run(
-                drafter, target, tokens, prefix, draw_roots(tokens, prefix, args.roots, config.block_size), weights
-            )
-        loss.backward()
+        learn(tokens, torch.full((2, args.batch), 16, device=device) + torch.tensor([[0], [99]], device=device))
         drafter.zero_grad(set_to_none=True)
     prepared = time.monotonic() - begin
     wait_for(args.own / "done", args.wait)
@@ -132,14 +159,11 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
     clock.start()
     first, sums = step, torch.zeros(3, device=device)
     while clock.share < 1:
-        tokens, prefix = own.next(args.batch)
-        roots = draw_roots(tokens, prefix, args.roots, config.block_size)
-        with autocast(device):
-            loss, tau, by_depth = run(drafter, target, tokens, prefix, roots, weights)
-        loss.backward()
+        tokens, *bounds = own.next(args.batch)
+        loss, tau, by_depth = learn(tokens, torch.stack(bounds))
         step_all(opts, learning_rate(clock.share, warm=0.04))
         step += 1
-        sums += torch.stack([loss.detach(), tau, by_depth[0]])
+        sums += torch.stack([loss, tau, by_depth[0]])
         if step % args.every == 0:
             mean = (sums / args.every).tolist()
             sums.zero_()
@@ -187,6 +211,7 @@ def main() -> None:
     parser.add_argument("--lr-adam", type=float, default=1e-3)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--save-logs", type=int, default=10, help="save at every n-th line of the log")
+    parser.add_argument("--init", type=Path, help="drafter directory to start from")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
