@@ -146,8 +146,9 @@ class ReplayDrafter(_StandIn):
     """Proposes recorded lists: `lists` maps the root's absolute position to (ids int [L, K], lp float32 [L, K]).
 
     The probability that a list leaves over goes in equal parts to the ids that it does not name, never above its last
-    entry, so that the top-k stage finds the recorded order and, up to rounding, the recorded lp. At positions that were
-    not recorded nothing is proposed.
+    entry, so that the top-k stage finds the recorded order and, up to rounding, the recorded lp. A list that ends in
+    lp = -inf was complete: nothing else is proposed, and the ids there are not read. At positions that were not
+    recorded nothing is proposed.
     """
 
     def __init__(self, lists: Mapping[int, tuple[NDArray[Any], NDArray[Any]]], vocab_size: int, block_size: int):
@@ -175,6 +176,5 @@ class ReplayDrafter(_StandIn):
             left = 1.0 - np.exp(values.astype(np.float64)).sum()
             share = np.log(left / unnamed) if unnamed and left > 0 else -np.inf
             row[:] = min(share, np.nextafter(values[-1], np.float32(-np.inf)))
-            row[listed] = -np.inf  # what the list names without a finite lp stays out
             row[listed[named]] = values[named]
         return logits

@@ -138,13 +138,14 @@ class _Request:
     def __init__(self, target: Target, drafter: Drafter | None, prompt: ArrayLike, budget: int, options: Options):
         if unknown := options.keys() - Options.__annotations__.keys():
             raise TypeError(f"unknown options {sorted(unknown)}, there are {sorted(Options.__annotations__)}")
-        tokens = np.array(prompt, np.int32).reshape(-1)
         wanted, self.number = options["max_new_tokens"], options.get("request", 0)
-        if len(tokens) == 0 or wanted < 0 or budget < 0:
-            raise ValueError(
-                f"request {self.number}: {len(tokens)} prompt tokens, max_new_tokens {wanted} and budget {budget}, "
-                "but a request has at least 1, 0 and 0"
-            )
+        given = np.asarray(prompt)
+        if given.ndim != 1 or given.size == 0 or not np.issubdtype(given.dtype, np.integer):
+            got = f"{given.dtype} {list(given.shape)}"
+            raise ValueError(f"request {self.number}: the prompt must be integers [P], P at least 1, got {got}")
+        if wanted < 0 or budget < 0:
+            raise ValueError(f"request {self.number}: max_new_tokens {wanted} and budget {budget} must be at least 0")
+        tokens = given.astype(np.int32)
         capacity = options.get("capacity")
         if capacity is None:
             capacity = len(tokens) + wanted + budget
@@ -187,9 +188,8 @@ class _Request:
         if len(logits) > depth_limit:
             raise ValueError(f"request {self.number}: {len(logits)} depths proposed, at most {depth_limit} asked for")
         with clock.stage("tree_build"):
-            narrow = (
-                logits.astype(np.float32) if logits.dtype == np.float64 else logits
-            )  # the contract's lists are float32
+            # The contract's lists start from float32; a drafter may compute wider.
+            narrow = logits.astype(np.float32) if logits.dtype == np.float64 else logits
             return topk_logprob(narrow, k, min(self.vocab_size, logits.shape[1]), request=self.number)
 
     def choices(self, result: TargetOutput, positions: NDArray[Any]) -> NDArray[np.int32]:

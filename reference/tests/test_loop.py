@@ -287,9 +287,12 @@ def test_a_prompt_beyond_the_capacity_names_needed_and_available_rows(loop):
 
 def test_requests_that_make_no_sense_are_refused():
     target, drafter = HashTarget(9), RandomDrafter(9, 8)
-    for prompt, wanted, budget in (([], 1, 8), ([1], -1, 8), ([1], 1, -1)):
-        with pytest.raises(ValueError, match="a request has at least 1, 0 and 0"):
-            ddtree_generate(target, drafter, prompt, max_new_tokens=wanted, budget=budget)
+    for wanted, budget in ((-1, 8), (1, -1)):
+        with pytest.raises(ValueError, match=f"max_new_tokens {wanted} and budget {budget} must be at least 0"):
+            ddtree_generate(target, drafter, [1], max_new_tokens=wanted, budget=budget)
+    for prompt in ([], [1.5], [[1, 2]], 3):
+        with pytest.raises(ValueError, match="the prompt must be integers"):
+            ddtree_generate(target, drafter, prompt, max_new_tokens=1)
     with pytest.raises(TypeError, match=r"unknown options \['stop_token'\]"):
         ddtree_generate(target, drafter, [1], max_new_tokens=1, stop_token=[3])  # type: ignore[call-arg]
     assert target.widths == [], "refused before any work"
