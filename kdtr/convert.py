@@ -38,7 +38,7 @@ from kdtr.foreign import (
     escape_name,
     whole_file,
 )
-from kdtr.index import TensorSpec, Tolerance
+from kdtr.index import TensorSpec, Tolerance, name_fault
 from kdtr.manifest import sha256
 from kdtr.metadata import decode_meta, encode_meta, provenance
 from kdtr.writer import Writer
@@ -65,10 +65,10 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert a file; the formats follow from the suffixes, one of which is .kdtr. Returns the names that were dropped.
 
-    `kind` and `role` are for a KDTR file made from one without description. `drop` names tensors to leave out, with "*"
-    and "?" as wildcards; `drop_attributes` leaves out those of HDF5. `progress` is told the bytes of each step done.
-    Holds one tensor in memory at most. `target` is replaced when complete and left as it was otherwise. Raises CONVERT
-    for what cannot be carried, or the error of reading and writing KDTR.
+    `kind` and `role` are for a KDTR file made from one without description. `drop` tells tensors to leave out, by their
+    names in the source, with "*" and "?" as wildcards; `drop_attributes` leaves out those of HDF5. `progress` is told
+    the bytes of each step done. Holds one tensor in memory at most. `target` is replaced when complete and left as it
+    was otherwise. Raises CONVERT for what cannot be carried, or the error of reading and writing KDTR.
     """
     source, target = os.fspath(source), os.fspath(target)
     ours, theirs = _format(source), _format(target)
@@ -119,9 +119,9 @@ def _format(path: str) -> Format | None:
 
 def _export(source: str, target: str, theirs: Format, dropped: Dropped, progress: Progress) -> None:
     with Container(source) as container:
-        if encode_meta(container.meta, container.kind, container.kind_version) != container.meta_bytes:
-            raise ConvertError("metadata lacks generator or kind_schema: run `kdtr validate`", path=source)
         container.verify(progress)
+        # Refuses what could not be written again on the way back.
+        encode_meta(container.meta_bytes, container.kind, container.kind_version, source)
         origin = container.meta.get("converted")
         converted = origin if isinstance(origin, dict) and origin.get("format") == theirs.name else {}
         names = {name: _original(container.meta, name) if converted else name for name in container.names}
@@ -158,13 +158,14 @@ def _payload(container: Container, name: str, nbytes: int, progress: Progress) -
 
 def _original(meta: Mapping[str, Any], name: str) -> str:
     """The name that a converted tensor had."""
-    entry = meta.get("tensors", {}).get(name, {})
-    original = entry.get("original", name) if isinstance(entry, dict) else name
-    return original if isinstance(original, str) else name
+    entries = meta.get("tensors")
+    entry = entries.get(name) if isinstance(entries, dict) else None
+    original = entry.get("original") if isinstance(entry, dict) else None
+    return original if isinstance(original, str) and escape_name(original) == name else name
 
 
 def _is_text(text: Any) -> bool:
-    return isinstance(text, dict) and all(isinstance(value, str) for value in text.values())
+    return isinstance(text, dict) and DESCRIPTION not in text and all(isinstance(value, str) for value in text.values())
 
 
 def _without(meta: bytes, names: Sequence[str], kind: str, kind_version: int) -> bytes:
@@ -215,9 +216,12 @@ def _foreign(source: str, ours: Format, opened: Source, kind: str, progress: Pro
     names: dict[str, str] = {}
     for stored in opened.tensors:
         try:
-            names[escape_name(stored)] = stored
-        except ValueError as error:
+            name = escape_name(stored)
+        except UnicodeEncodeError as error:
             raise ConvertError(f"cannot be named in KDTR: {error}", path=source, tensor=stored) from error
+        if fault := name_fault(name.encode()):
+            raise ConvertError(f"cannot be named in KDTR: escaped, {fault}", path=source, tensor=stored)
+        names[name] = stored
     original = {name: {"original": stored} for name, stored in sorted(names.items()) if name != stored}
     converted: dict[str, Any] = {"format": ours.name, **({"metadata": dict(opened.text)} if opened.text else {})}
     meta = provenance(libs={}, parents=[sha256(source, progress)], converted=converted)

@@ -127,6 +127,8 @@ def write_hdf5(path: str, items: list[Item], description: bytes, text: Mapping[s
                 raise ConvertError(f"HDF5 cannot hold it beside '{name}': it would be dataset and group", tensor=parent)
     with _h5py().File(path, "x") as file:
         for item in [*items, described]:
+            if "." in item.name.split("/"):  # a path through the group itself
+                raise ConvertError("HDF5 cannot hold this name", tensor=item.name)
             file.create_dataset(item.name, data=item.array(), track_times=False)
 
 

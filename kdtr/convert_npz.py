@@ -121,6 +121,8 @@ def write_npz(path: str, items: list[Item], description: bytes, text: Mapping[st
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as file:
         for item in [*items, described]:
             info = zipfile.ZipInfo(f"{item.name}.npy", (1980, 1, 1, 0, 0, 0))
+            if info.filename != f"{item.name}.npy":  # zip ends a name at NUL
+                raise ConvertError("npz cannot hold this name", tensor=item.name)
             info.create_system, info.external_attr = 3, 0o644 << 16  # the same on every system
             dtype = dtypes.BY_NAME[item.stored.dtype].numpy().newbyteorder("<")
             header = {"descr": dtype.str, "fortran_order": False, "shape": item.stored.shape}

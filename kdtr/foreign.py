@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
-from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,6 @@ import numpy.typing as npt
 from kdtr import dtypes
 from kdtr.container import PathLike
 from kdtr.errors import KDTRError
-from kdtr.index import name_fault
 
 BLOCK: Final = 4 << 20  # bytes held at a time while streaming
 DESCRIPTION: Final = "kdtr#description"  # "#" cannot be in a KDTR name
@@ -118,7 +116,7 @@ def carriage(stored: Stored, native: frozenset[str]) -> Stored:
 def escape_name(name: str) -> str:
     """A KDTR name for any name: what the grammar lacks, "%" itself, and "/" or "." where they may not stand, as %XX.
 
-    Raises ValueError if that is longer than a KDTR name may be, or if the name is not Unicode text.
+    It can be longer than a KDTR name may be. Raises UnicodeEncodeError if the name is not Unicode text.
     """
     escaped = _NOT_IN_NAME.sub(lambda at: b"%%%02X" % at.group()[0], name.encode()).decode()
     segments = [segment.replace(".", "%2E") if segment in (".", "..") else segment for segment in escaped.split("/")]
@@ -126,15 +124,7 @@ def escape_name(name: str) -> str:
     for segment in segments[1:]:
         # A slash next to an empty segment separates nothing.
         out += ("/" if out and not out.endswith("/") and segment else "%2F") + segment
-    out = out or "%"
-    if fault := name_fault(out.encode()):
-        raise ValueError(f"{fault} (escaped: {out[:40]}...)")
-    return out
-
-
-def unescape_name(name: str) -> str:
-    """The inverse of `escape_name`."""
-    return "" if name == "%" else unquote(name, errors="strict")
+    return out or "%"
 
 
 def read_exactly(read: Callable[[int], bytes], nbytes: int, where: str, tensor: str) -> bytes:

@@ -19,6 +19,7 @@ import safetensors.numpy
 import kdtr
 from kdtr.convert import convert
 from kdtr.foreign import DESCRIPTION, ConvertError
+from kdtr.tests.raw_file import File, Tensor, metadata
 
 SUFFIXES = (".npz", ".safetensors", ".h5")
 
@@ -129,7 +130,7 @@ def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8),
         (sealed(b'{"x":' * 5000, b""), "not JSON"),
         (sealed({"__metadata__": {DESCRIPTION: "{}"}}, b""), "not one that KDTR wrote"),
         (sealed({"__metadata__": {DESCRIPTION: '{"tensors":{"x":1}}'}}, b""), "not one that KDTR wrote"),
-        (sealed({"x" * 256: entry()}, bytes(8)), "cannot be named in KDTR: the name has 256 bytes"),
+        (sealed({"x" * 256: entry()}, bytes(8)), "cannot be named in KDTR: escaped, the name has 256 bytes"),
         (sealed(b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", bytes(8)), "cannot be named in KDTR"),
     ],
 )
@@ -257,6 +258,16 @@ def test_damaged_kdtr_is_not_carried_on(tmp_path: Path) -> None:
         assert not (tmp_path / f"a{suffix}").exists()
 
 
+def test_metadata_of_another_kind_is_not_carried_on(tmp_path: Path) -> None:
+    """It could not be written again."""
+    data = File([Tensor(b"x", "f32", (3,))], kind=b"tree", meta=metadata("topk")).to_bytes()
+    (tmp_path / "a.kdtr").write_bytes(data)
+    for suffix in SUFFIXES:
+        with pytest.raises(kdtr.KDTRError, match=r"a\.kdtr: metadata kind_schema is 'topk/1', the file is tree/1"):
+            convert(tmp_path / "a.kdtr", tmp_path / f"a{suffix}")
+        assert not (tmp_path / f"a{suffix}").exists()
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_changed_file_does_not_pass_for_the_described_one(tmp_path: Path, suffix: str) -> None:
     kdtr.save(tmp_path / "a.kdtr", {"x": np.zeros(3, np.float32), "y": np.zeros(2)}, kind="any")
@@ -285,6 +296,30 @@ def test_one_side_is_kdtr(tmp_path: Path) -> None:
     refused(tmp_path / "a.kdtr", tmp_path / "b.kdtr", "one side must be .kdtr")
     refused(tmp_path / "a.pt", tmp_path / "c.kdtr", "suffix '.pt' is none of .kdtr, .npz")
     refused(tmp_path / "absent.npz", tmp_path / "c.kdtr", "No such file")
+
+
+def test_metadata_that_no_conversion_made(tmp_path: Path) -> None:
+    """What it says is not trusted: a name is restored only if it is the one that was escaped."""
+
+    def save(name: str, original: object, converted: dict[str, Any]) -> Path:
+        meta = {"converted": converted, "tensors": {name: {"original": original}}}
+        kdtr.save(tmp_path / "a.kdtr", {name: np.zeros(2)}, kind="any", meta=meta)
+        return tmp_path / "a.kdtr"
+
+    for original in ("y", 7, None, "a" * 300, ["x"]):
+        target = tmp_path / "b.npz"
+        convert(save("x", original, {"format": "npz"}), target)
+        with np.load(target) as file:
+            assert set(file.files) == {"x", DESCRIPTION}
+    refused(save("x%00y", "x\0y", {"format": "npz"}), tmp_path / "c.npz", "npz cannot hold this name")
+    refused(save("x/%2E/y", "x/./y", {"format": "hdf5"}), tmp_path / "c.h5", "HDF5 cannot hold this name")
+    for text in ({"a": 1}, ["a"], {DESCRIPTION: "x"}):
+        converted = {"format": "safetensors", "metadata": text}
+        refused(save("x", "x", converted), tmp_path / "c.safetensors", "cannot be restored")
+    for tensors in (7, ["x"], {"x": 1}):
+        meta = {"converted": {"format": "npz"}, "tensors": tensors}
+        kdtr.save(tmp_path / "a.kdtr", {"x": np.zeros(2)}, kind="any", meta=meta)
+        convert(tmp_path / "a.kdtr", tmp_path / "b.npz")
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
