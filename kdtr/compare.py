@@ -15,7 +15,7 @@ from kdtr.container import Container, Fixture, PathLike
 from kdtr.dtypes import DType
 from kdtr.index import TensorInfo, Tolerance
 
-_BLOCK: Final = 1 << 16  # elements at a time: the temporaries stay in the cache
+_BLOCK: Final = 1 << 13  # elements at a time: temporaries of 64 KiB, which the allocator reuses instead of mapping anew
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
