@@ -127,6 +127,21 @@ def compact(case: Group, sizes: Sizes) -> Iterator[str]:
         yield "block_table and block_size go together"
 
 
+def attention(case: Group, sizes: Sizes) -> Iterator[str]:
+    """All arrays of the stored form, or all of the generated form; sampled pairs lie in the rows and heads."""
+    stored, generated = (
+        {"q_latent", "q_rope", "latent", "rope_key", "out"},
+        {"seed", "heads", "prefix_length", "parents", "pairs", "sampled_out"},
+    )
+    if not any(form <= set(case) for form in (stored, generated)):
+        missing = min((form - set(case) for form in (stored, generated)), key=len)
+        yield f"neither stored nor generated as a whole: {', '.join(sorted(missing))} missing"
+    elif generated <= set(case):
+        pairs, limits = case["pairs"].astype(np.int64), (sizes["N"], int(case["heads"]))
+        if (pairs < 0).any() or (pairs >= limits).any():
+            yield f"pairs go up to {pairs.max(axis=0).tolist()}, there are {limits[0]} rows and {limits[1]} heads"
+
+
 def drafter_lists(case: Group, sizes: Sizes) -> Iterator[str]:
     """Lists as in a tree; budget, block size, node counts, paths and choices agree."""
     yield from _lists(case["lp"], case["ids"])

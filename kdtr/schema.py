@@ -126,17 +126,26 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
             (invariants.compact,),
         ),
         # Absorbed latent attention: N new rows over S cache rows (prefix, then the new ones); r latent, p rope sizes.
+        # The arrays are stored, or come from a generator: then the results of sampled (row, head) pairs are kept.
         "attention": Kind(
             (
-                Rule("q_latent", FLOATS, "N H r", "input"),
-                Rule("q_rope", FLOATS, "N H p", "input"),
-                Rule("latent", FLOATS, "S r", "input"),
-                Rule("rope_key", FLOATS, "S p", "input"),
+                Rule("q_latent", FLOATS, "N H r", "input", optional=True),
+                Rule("q_rope", FLOATS, "N H p", "input", optional=True),
+                Rule("latent", FLOATS, "S r", "input", optional=True),
+                Rule("rope_key", FLOATS, "S p", "input", optional=True),
                 Rule("scale", "f32 f64", "", "input"),
                 Rule("visible", "bool", "N M", "input", optional=True),
-                Rule("out", FLOATS, "N H r", "expected", CLOSE),
+                Rule("out", FLOATS, "N H r", "expected", CLOSE, optional=True),
                 Rule("lse", "f32 f64", "N H", "expected", CLOSE, optional=True),
+                Rule("seed", "u64", "", "input", optional=True),
+                Rule("heads", "i32", "", "input", optional=True),
+                Rule("prefix_length", "i32", "", "input", optional=True),
+                Rule("parents", "i32", "N", "input", optional=True),
+                Rule("pairs", "i32", "X 2", "input", optional=True),
+                Rule("sampled_out", FLOATS, "X r", "expected", CLOSE, optional=True),
+                Rule("sampled_lse", "f32 f64", "X", "expected", CLOSE, optional=True),
             ),
+            (invariants.attention,),
             open=True,
         ),
         # One operation: its name, inputs and parameters of any shape, results.
