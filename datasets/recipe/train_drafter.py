@@ -186,6 +186,8 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
         "own_rows": len(own.rows),
         "seconds": round(clock.elapsed, 1),
         "top1_by_depth": [round(x, 3) for x in by_depth.tolist()],
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
         "seed": args.seed,
         "log": log[:: max(1, len(log) // 100)],
     }

@@ -1,0 +1,67 @@
+"""From the trainings' checkpoints to the shipped files, and back to Hugging Face directories.
+
+    python -m datasets.recipe.export pack --target work/target --drafter work/drafter   # -> datasets/models/*.kdtr
+    python -m datasets.recipe.export hf --out DIR      # DIR/target (sharded) and DIR/drafter, published names
+
+Values are bf16, the router's correction bias float32; both directions keep every bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import kdtr
+from reference.checkpoint import read_drafter, read_target, save_hf, save_kdtr
+
+RECIPE = Path(__file__).resolve().parent
+MODELS = RECIPE.parent / "models"
+SHARD_BYTES = 15_000_000  # two shards: the sharded reader has something to read
+
+
+def pack(target: Path, drafter: Path, out: Path) -> None:
+    """Write out/target.kdtr and out/drafter.kdtr from two Hugging Face directories."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, read, folder in (("target", read_target, target), ("drafter", read_drafter, drafter)):
+        report = json.loads((folder / "train.json").read_text())
+        meta = kdtr.provenance(
+            seed=report["seed"],
+            rng="torch",
+            command=f"python datasets/recipe/train_{name}.py",
+            device=report["device"],
+            libs={"torch": report["torch"]},
+            license="Apache-2.0",
+            notes=f"{report['steps']} steps",
+        )
+        config, weights = read(folder)
+        save_kdtr(out / f"{name}.kdtr", config, weights, meta=meta)
+        print(f"{out / name}.kdtr: {(out / f'{name}.kdtr').stat().st_size / 2**20:.2f} MiB")
+
+
+def to_hf(models: Path, out: Path) -> None:
+    """Write out/target and out/drafter; FileExistsError if one of them is there."""
+    save_hf(out / "target", *read_target(models / "target.kdtr"), max_shard_bytes=SHARD_BYTES)
+    save_hf(out / "drafter", *read_drafter(models / "drafter.kdtr"))
+    print(f"{out / 'target'}, {out / 'drafter'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", help="checkpoints of the trainings to KDTR")
+    packing.add_argument("--target", type=Path, default=RECIPE / "work" / "target")
+    packing.add_argument("--drafter", type=Path, default=RECIPE / "work" / "drafter")
+    packing.add_argument("--out", type=Path, default=MODELS)
+    unpacking = commands.add_parser("hf", help="KDTR to Hugging Face directories")
+    unpacking.add_argument("--models", type=Path, default=MODELS)
+    unpacking.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.command == "pack":
+        pack(args.target, args.drafter, args.out)
+    else:
+        to_hf(args.models, args.out)
+
+
+if __name__ == "__main__":
+    main()
