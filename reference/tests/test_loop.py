@@ -13,6 +13,7 @@ from reference.drafter import NoisyOracleDrafter, OracleDrafter
 from reference.loop import STAGES, ar_generate, chain_generate, ddtree_generate, tau
 from reference.sampling import SamplingParams, TargetRowError
 from reference.tests.toys import HashTarget, Poisoned, RandomDrafter, WatchingDrafter
+from reference.topk import DraftError
 
 VOCABULARY = 23
 PROMPT = np.array([5, 1, 17, 3], np.int32)
@@ -216,7 +217,8 @@ def test_a_genuine_pad_or_mask_token_stays_in_the_text(special):
                 assert cut.tokens == tokens[: stop + 1]
 
 
-# --- Limits (public issues: unslothai/llama.cpp#224, NVIDIA/TensorRT-LLM#16826, vllm-project/vllm#57941)
+# --- Limits (public issues: unslothai/llama.cpp#224, NVIDIA/TensorRT-LLM#16826, vllm-project/vllm#57941,
+# ggml-org/llama.cpp#26478)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -354,6 +356,28 @@ def test_nan_off_the_path_has_no_effect_and_nan_after_the_prompt_is_named():
     for loop in (ar_generate, ddtree_generate):
         with pytest.raises(TargetRowError, match="request 1, position 3"):
             loop(Poisoned(target, lambda place, token: True), noisy(tokens), PROMPT, max_new_tokens=3, request=1)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_drafter_with_nan_is_refused_by_request_depth_and_token_before_the_target_runs(loop):
+    """Public issue: vllm-project/vllm#41834. A depth of -inf alone is no fault: drafting ends above it."""
+
+    class Broken(RandomDrafter):
+        fill: float = np.nan
+
+        def propose(self, root_token, depth_limit):
+            logits = super().propose(root_token, depth_limit)
+            logits[2:3, 11 if np.isnan(self.fill) else slice(None)] = self.fill
+            return logits
+
+    target, drafter = HashTarget(VOCABULARY), Broken(VOCABULARY, 8)
+    with pytest.raises(DraftError, match="request 5, depth 3, token 11: the logit is NaN"):
+        LOOPS[loop](target, drafter, PROMPT, max_new_tokens=9, request=5)
+    assert target.widths == [len(PROMPT)]
+    drafter.fill = -np.inf
+    result = LOOPS[loop](target, drafter, PROMPT, max_new_tokens=9, keep_traces=True)
+    assert result.tokens == golden(target, 9).tokens
+    assert traced(result.rounds[0]).tree.depths.max() == 2
 
 
 def test_a_failing_callback_or_target_leaves_a_consistent_cache():
