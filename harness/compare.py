@@ -125,7 +125,7 @@ def conditions(row: Row, old: Row) -> list[str]:
             ),
             "thread settings": (str(row.environment.threads), str(old.environment.threads)),
         }
-    for name in ("method", "mode", "launch", "l2", "best_of"):
+    for name in ("method", "mode", "launch", "l2", "best_of", "sample"):
         pairs[f"timing {name}"] = (getattr(new_timing, name), getattr(old_timing, name))
     return [f"{name} is {new}, the baseline's is {before}" for name, (new, before) in pairs.items() if new != before]
 
@@ -230,7 +230,11 @@ def _check_time(row: Row, old: Row, ci: bool) -> list[Line]:
     before, now = stats.summarise(old.timing.samples_s), stats.summarise(row.timing.samples_s)
     if before.median is None or before.median <= 0:
         return [Line("time", row, NOT_COMPARABLE, False, reason=f"baseline: {before.reason or 'a time of 0 s'}")]
-    found = stats.judge(old.timing.samples_s, row.timing.samples_s, threshold(row))
+    samples = old.timing.samples_s, row.timing.samples_s
+    if row.timing.sample == "prompt" and len(samples[0]) == len(samples[1]):  # prompts differ by far more than runs do
+        found = stats.judge_turns(*samples, threshold(row))
+    else:
+        found = stats.judge(*samples, threshold(row))
     fails = found.verdict == Verdict.INVALID or (found.verdict == Verdict.SLOW and not ci)
     return [Line("time", row, found.verdict, fails, before.median, now.median, found.delta, found.reason)]
 
@@ -256,7 +260,7 @@ def _times_faster(row: Row, rows: Sequence[Row]) -> stats.Number:
     theirs, ours = partner.timing, row.timing
     if (theirs.method, theirs.mode, len(theirs.samples_s)) != (ours.method, ours.mode, len(ours.samples_s)):
         return stats.Number(None, f"the samples of arm {row.against} are not those of the same turns")
-    return stats.paired_ratio(theirs.samples_s, ours.samples_s)
+    return stats.times_faster(theirs, ours)
 
 
 def _find(row: Row, baselines: Sequence[Baseline]) -> tuple[Baseline, Row] | None:

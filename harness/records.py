@@ -7,7 +7,8 @@ Times are seconds. A number that is not finite is stored as null, with its place
     depth_histogram, stages, timing, trees, environment, nulls
 `Parity`: against, compared, differences, margins, first_difference, reproduce
 `Difference`: what, unit, round, index, expected, actual, seed, margin
-`Timing`: method, mode, samples_s, warmup_s, warmups, best_of, dropped, capped, launch, l2, clocks_before, clocks_after
+`Timing`: method, mode, samples_s, warmup_s, dropped, capped, warmups, best_of, sample, launch, l2, clocks_before,
+    clocks_after
 `Clocks`: sm_mhz, memory_mhz, throttle
 `RecordedTree`: prompt, round, tokens, texts, parents, depths, scores, accepted, bonus, bonus_text
 `Environment`: hardware_key, os, arch, cpu, cores, commit, dirty, code, modules, versions, threads, libraries, gpu,
@@ -143,6 +144,8 @@ class Timing:
     warmup_s: the first sample, kept apart. warmups: how many turns came before the samples. dropped: turns dropped
     because the GPU throttled. capped: the time limit ended the measurement before the wanted number of samples.
     best_of: calls behind one sample, which is the least of them; above 1 for short calls on a machine that is shared.
+    sample: what one sample is: the same work once more, or another prompt (sample i is then the i-th prompt's decoding
+    without its prefill, and a speed-up is a ratio of sums).
     """
 
     method: Method
@@ -153,6 +156,7 @@ class Timing:
     capped: bool
     warmups: int = 1
     best_of: int = 1
+    sample: Literal["repeat", "prompt"] = "repeat"
     launch: Literal["eager", "graph"] | None = None
     l2: Literal["warm", "flushed"] | None = None
     clocks_before: Clocks | None = None

@@ -15,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.records import Timing
 from reference.sampling import uniforms
 
 MIN_SAMPLES = 10
@@ -119,6 +120,12 @@ def pooled_speedup(base: Sequence[Sample], other: Sequence[Sample], *, seed: int
     return _bootstrap(base, other, lambda a, b: a.sum(axis=-1) / b.sum(axis=-1), seed)
 
 
+def times_faster(base: Timing, other: Timing, *, seed: int = 0) -> Number:
+    """How many times faster `other` is than `base`, which took turns with it: by sums if samples are prompts."""
+    estimate = pooled_speedup if other.sample == "prompt" else paired_ratio
+    return estimate(base.samples_s, other.samples_s, seed=seed)
+
+
 def loop_efficiency(speedup: Sample, tau: Sample, t_ar: Sample, t_draft: Sample, t_verify: Sample) -> Number:
     """speed-up / (tau * T_AR / (T_draft + T_verify)): the share of the possible gain that the loop delivers.
 
@@ -163,7 +170,7 @@ def judge(baseline: Sequence[Sample], current: Sequence[Sample], threshold: Thre
 
 
 def judge_turns(base: Sequence[Sample], other: Sequence[Sample], threshold: Threshold = END_TO_END) -> Judgement:
-    """Like `judge`, for two arms whose i-th samples were taken in the same turn: drift that both share is removed.
+    """Like `judge`, for sides whose i-th samples belong together (same turn, or same prompt): what both share is removed.
 
     Each turn's two samples are divided by their geometric mean, then the quartile ranges must be disjoint, which is the
     case when the quartiles of other[i] / base[i] lie on one side of 1. The interval of the median ratio must also clear

@@ -113,10 +113,14 @@ class ClockReader(Protocol):
 
 @dataclass(frozen=True)
 class Arm:
-    """What one arm of a case gave. error: what it raised and in which turn; its timing then holds no samples."""
+    """What one arm of a case gave. error: what it raised and in which turn; its timing then holds no samples.
+
+    numbers: which of the wanted samples were taken, all of them unless the time limit came first.
+    """
 
     timing: Timing
     error: str | None = None
+    numbers: tuple[int, ...] = ()
 
     @property
     def failure(self) -> str | None:
@@ -139,6 +143,9 @@ def interleave(
     launch: Literal["eager", "graph"] | None = None,
     l2: Literal["warm", "flushed"] | None = None,
     before: Callable[[], object] | None = None,
+    begin: Callable[[int], object] | None = None,
+    seconds: Callable[[Any], float] | None = None,
+    sample: Literal["repeat", "prompt"] = "repeat",
 ) -> dict[str, Arm]:
     """Call every arm once a turn until each has `samples` samples; turns start with another arm each time.
 
@@ -146,8 +153,10 @@ def interleave(
     The first `warmups` turns (at least 1) are kept apart. A turn in which the GPU throttled is dropped for all arms,
     which keeps samples paired, and is made up for by another one, up to 3 times `samples` turns. `time_limit_s` ends
     the measurement after the turn that reaches it, but not before one sample.
-    `before()` runs untimed before each call (such as flushing a cache). `inspect(arm, turn, result)` sees each result,
-    untimed; what it raises counts as the arm's error. An arm that raises fails alone; the others go on.
+    `begin(i)` runs untimed before a turn and tells which sample it is for (0 in warm-ups), so that each sample can be
+    of another prompt (`sample`). `before()` runs untimed before each call (such as flushing a cache).
+    `inspect(arm, turn, result)` sees each result, untimed; what it raises counts as the arm's error. An arm that raises
+    fails alone; the others go on. `seconds(result)` is the time of a call that times itself by this kind of clock.
     Raises ValueError for no arms, or for sizes below 1.
     """
     if not arms or min(samples, warmups, best_of) < 1:
@@ -155,7 +164,7 @@ def interleave(
             f"need at least one arm, sample, warm-up and call, got {len(arms)}, {samples}, {warmups}, {best_of}"
         )
     clock = clock or WallClock()
-    turns: list[tuple[dict[str, float], Clocks | None]] = []
+    turns: list[_Turn] = []
     errors: dict[str, str] = {}
     capped = False
     clocks_before = reader.read() if reader else None
@@ -165,14 +174,18 @@ def interleave(
             gc.collect()
             order = [name for name in arms if name not in errors]
             shift = len(turns) % len(order)
+            kept = _kept(turns, warmups, reader)
+            number = next(i for i in range(samples) if i not in kept)
+            if begin is not None:
+                begin(number)
             taken: dict[str, float] = {}
             for name in order[shift:] + order[:shift]:
                 see = partial(inspect, name, len(turns)) if inspect is not None else None
                 try:
-                    taken[name] = min(_one_call(arms[name], clock, before, see) for _ in range(best_of))
+                    taken[name] = min(_one_call(arms[name], clock, before, see, seconds) for _ in range(best_of))
                 except Exception as error:
                     errors[name] = f"{type(error).__name__} in turn {len(turns)}: {error}"
-            turns.append((taken, reader.read() if reader else None))
+            turns.append(_Turn(number, taken, reader.read() if reader else None))
             kept = _kept(turns, warmups, reader)
             if len(kept) >= samples:
                 break
@@ -189,15 +202,19 @@ def interleave(
         best_of=best_of,
         dropped=len(turns[warmups:]) - len(kept),
         capped=capped,
+        sample=sample,
         launch=launch,
         l2=l2,
         clocks_before=clocks_before,
-        clocks_after=turns[-1][1],
+        clocks_after=turns[-1].clocks,
     )
     return {
         name: Arm(base, errors[name])
         if name in errors
-        else Arm(replace(base, samples_s=tuple(turn[name] for turn in kept), warmup_s=turns[0][0][name]))
+        else Arm(
+            replace(base, samples_s=tuple(kept[i][name] for i in sorted(kept)), warmup_s=turns[0].taken[name]),
+            numbers=tuple(sorted(kept)),
+        )
         for name in arms
     }
 
@@ -297,29 +314,44 @@ def staged_timing(stages: Stages, method: Method) -> Timing:
     return Timing(method, "staged", (stages.wall_s,), None, 0, False, warmups=0)
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """number: of the sample that the turn is for. taken: seconds by arm."""
+
+    number: int
+    taken: dict[str, float]
+    clocks: Clocks | None
+
+
 def _one_call(
     work: Callable[[], Any],
     clock: Clock,
     before: Callable[[], object] | None,
     inspect: Callable[[Any], None] | None,
+    seconds: Callable[[Any], float] | None,
 ) -> float:
     if before is not None:
         before()
     start = clock.mark()
     result = work()
-    seconds = clock.seconds(start, clock.mark())
+    taken = clock.seconds(start, clock.mark()) if seconds is None else seconds(result)
     if inspect is not None:
         inspect(result)
-    return seconds
+    return taken
 
 
-def _kept(
-    turns: list[tuple[dict[str, float], Clocks | None]], warmups: int, reader: ClockReader | None
-) -> list[dict[str, float]]:
-    """The turns after the warm-up that did not throttle; judged anew each time, for the nominal clock may show late."""
-    seen = [clocks.sm_mhz for _, clocks in turns if clocks is not None and clocks.sm_mhz is not None]
+def _kept(turns: list[_Turn], warmups: int, reader: ClockReader | None) -> dict[int, dict[str, float]]:
+    """{number: seconds by arm} of the turns after the warm-up that did not throttle, the first one of each number.
+
+    Judged anew each time, for the nominal clock may show late.
+    """
+    seen = [turn.clocks.sm_mhz for turn in turns if turn.clocks is not None and turn.clocks.sm_mhz is not None]
     nominal = reader.nominal_mhz if reader and reader.nominal_mhz is not None else max(seen, default=None)
-    return [taken for taken, clocks in turns[warmups:] if clocks is None or not throttled(clocks, nominal)]
+    kept: dict[int, dict[str, float]] = {}
+    for turn in turns[warmups:]:
+        if turn.clocks is None or not throttled(turn.clocks, nominal):
+            kept.setdefault(turn.number, turn.taken)
+    return kept
 
 
 @contextlib.contextmanager

@@ -71,6 +71,7 @@ class Options(TypedDict, total=False):
     on_tokens: Callable[[tuple[int, ...]], None] | None  # called with each round's tokens once they are committed
     keep_traces: bool  # fill Round.trace
     request: int  # named in errors
+    clock: Callable[[], float]  # tells seconds; default time.perf_counter
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,11 @@ class Generation:
     cache_length: int
 
     @property
+    def decode_seconds(self) -> float:
+        """All rounds from end to end, prefill excluded."""
+        return sum(r.wall_seconds for r in self.rounds)
+
+    @property
     def tau(self) -> float:
         """Acceptance length; NaN without rounds."""
         return tau(self.rounds)
@@ -161,7 +167,8 @@ class _Request:
         self.output: list[int] = []
         self.rounds: list[Round] = []
 
-        started = time.perf_counter()
+        self.now: Callable[[], float] = options.get("clock", time.perf_counter)
+        started = self.now()
         self.cache = target.new_cache(capacity)
         result = target.forward(tokens, self.cache, taps=drafter.taps if drafter else ())
         last_row, last = result.logits[-1, : self.vocab_size], len(tokens) - 1
@@ -170,7 +177,7 @@ class _Request:
         if drafter:
             drafter.reset(tokens)
             drafter.observe(tokens, result.features)
-        self.prefill_seconds = time.perf_counter() - started
+        self.prefill_seconds = self.now() - started
         if self.limit and self.root in self.stop_tokens:
             self._output([self.root], stopped=True)
 
@@ -222,7 +229,7 @@ class _Request:
                 path=tuple(path.tolist()),
                 ranks=tuple(tree.ranks[path[1:]].tolist()),
                 seconds=clock.seconds,
-                wall_seconds=time.perf_counter() - clock.started,
+                wall_seconds=clock.now() - clock.started,
                 trace=Trace(lists, tree, choices, self.root) if self.keep_traces else None,
             )
         )
@@ -248,15 +255,16 @@ class _Request:
 class _Clock:
     """Seconds by stage of one round; a stage may be entered more than once."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self.started = time.perf_counter()
+        self.now = now
+        self.started = now()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = self.now()
         yield
-        self.seconds[name] += time.perf_counter() - started
+        self.seconds[name] += self.now() - started
 
 
 _NO_LISTS = TopK(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty(0, np.float32))
@@ -266,7 +274,7 @@ def ar_generate(target: Target, drafter: Drafter | None, prompt: ArrayLike, **op
     """Plain decoding, one token a round. `drafter` and `budget` are not used."""
     request = _Request(target, None, prompt, 0, options)
     while request.wanted:
-        clock = _Clock()
+        clock = _Clock(request.now)
         tree = build_tree(_NO_LISTS.lp, _NO_LISTS.ids, 0, request.root)
         with clock.stage("verify"):
             result = target.forward(tree.tokens, request.cache)
@@ -281,7 +289,7 @@ def chain_generate(target: Target, drafter: Drafter, prompt: ArrayLike, **option
     """DFlash: one chain a round, the drafter's best token at every depth. `budget` is not used."""
     request = _Request(target, drafter, prompt, 0, options)
     while request.wanted:
-        clock = _Clock()
+        clock = _Clock(request.now)
         depth_limit = min(drafter.block_size, request.wanted) - 1
         lists = request.lists(drafter, depth_limit, 1, clock)
         with clock.stage("tree_build"):  # one candidate per depth: the best-first tree is the chain
@@ -302,7 +310,7 @@ def ddtree_generate(target: Target, drafter: Drafter, prompt: ArrayLike, **optio
     budget = options.get("budget", DEFAULT_BUDGET)
     request = _Request(target, drafter, prompt, budget, options)
     while request.wanted:
-        clock = _Clock()
+        clock = _Clock(request.now)
         depth_limit = min(drafter.block_size, request.wanted) - 1
         nodes = min(budget, request.cache.room - 1)
         lists = request.lists(drafter, depth_limit, nodes, clock)
