@@ -411,10 +411,11 @@ def test_ten_thousand_handles_with_64_descriptors(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, hard), hard))
     try:
-        views = []
+        views, closed = [], []
         for i in range(10_000):
             with kdtr.open(path) as handle:
                 views = [handle.view("a")]
+            closed = [*closed[-100:], handle]  # kept, but without a descriptor
             if i % 100 == 0:
                 with pytest.raises(kdtr.KDTRError):
                     kdtr.open(tmp_path)  # a failed open keeps nothing, either
