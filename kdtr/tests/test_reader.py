@@ -389,9 +389,11 @@ def test_closed_handle(tmp_path):
 
 def test_what_cannot_be_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "absent", tmp_path, tmp_path / "pipe", "a\0b"):
-        with pytest.raises(errors.FileIOError) as caught:
-            kdtr.open(path)
+    irregular = "not a regular file"
+    reasons = {"absent": "No such file", ".": irregular, "pipe": irregular, "/dev/null": irregular, "a\0b": "null byte"}
+    for path, reason in reasons.items():
+        with pytest.raises(errors.FileIOError, match=reason) as caught:
+            kdtr.open(os.path.join(tmp_path, path))
         assert isinstance(caught.value, OSError)
 
 
@@ -411,7 +413,8 @@ def test_ten_thousand_handles_with_64_descriptors(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, hard), hard))
     try:
-        views, closed = [], []
+        views: list[np.ndarray] = []
+        closed: list[kdtr.Container] = []
         for i in range(10_000):
             with kdtr.open(path) as handle:
                 views = [handle.view("a")]
