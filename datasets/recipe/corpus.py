@@ -327,7 +327,7 @@ def build(lock_path: Path, folder: Path, out: Path, rules: Rules, preset: int = 
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {"packages": rows}
     for split, parts_of_split in documents.items():
-        # Ordering by hash mixes the packages: a training window then seldom sees one package only.
+        # Ordering by hash mixes the packages; files cut into functions have the lowest hashes and come first.
         text = SEPARATOR.join(part for _, part in sorted(parts_of_split))
         part_file = out / f"{split}.xz.part"
         part_file.write_bytes(lzma.compress(text.encode(), preset=preset))
