@@ -27,7 +27,7 @@ pytestmark = pytest.mark.bench
 MIB = int(os.environ.get("KDTREE_BENCH_MIB", "256"))
 ROUNDS = 7
 GROSS = 2.0  # a goal missed by this factor, also in processor time, is no noise
-N_LARGE, N_SMALL = 100, 10_000
+N_LARGE, N_SMALL = max(1, 100 * MIB // 1024), 10_000  # large ones have 10 MiB whatever their number
 PAGE = 4096
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -45,7 +45,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def large() -> Arrays:
     rng = np.random.default_rng(0)
-    count = (MIB << 20) // 4 // N_LARGE
+    count = (1 << 30) // 100 // 4
     return {f"layers.{i:03d}.weight": rng.random(count, np.float32) for i in range(N_LARGE)}
 
 
