@@ -390,7 +390,13 @@ def test_closed_handle(tmp_path):
 def test_what_cannot_be_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     irregular = "not a regular file"
-    reasons = {"absent": "No such file", ".": irregular, "pipe": irregular, "/dev/null": irregular, "a\0b": "null byte"}
+    reasons = {
+        "absent": "No such file",
+        ".": "Is a directory",
+        "pipe": irregular,
+        "/dev/null": irregular,
+        "a\0b": "null byte",
+    }
     for path, reason in reasons.items():
         with pytest.raises(errors.FileIOError, match=reason) as caught:
             kdtr.open(os.path.join(tmp_path, path))
