@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 INCLUDE = Path(__file__).parents[1] / "include"
 SOURCES = Path(__file__).parent / "cpp"
 BUILD = Path(__file__).parents[2] / "build" / "kdtr-cpp"
@@ -19,6 +21,12 @@ def missing(*compilers: str) -> str | None:
     """Why these compilers cannot be used, or None."""
     absent = [c for c in compilers if shutil.which(c) is None]
     return f"no {' and no '.join(absent)} on this machine" if absent else None
+
+
+def needs(*tools: str) -> pytest.MarkDecorator:
+    """Skips a test, with the reason, where one of these programs is absent."""
+    reason = missing(*tools)
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
 def build(source: Path, *flags: str, compiler: str = "g++", include: Path = INCLUDE) -> Path:
@@ -37,3 +45,10 @@ def build(source: Path, *flags: str, compiler: str = "g++", include: Path = INCL
         raise RuntimeError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
     made.replace(program)
     return program
+
+
+def run(program: Path, *args: object) -> str:
+    """Output of a program. Fails the test with all that it printed if it does not exit with 0."""
+    result = subprocess.run([program, *map(str, args)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

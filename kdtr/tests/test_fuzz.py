@@ -11,7 +11,7 @@ from kdtr.tests import cpp_build, fuzz
 from kdtr.tests.cpp_build import INCLUDE
 from kdtr.tests.make_vectors import VECTORS
 
-pytestmark = pytest.mark.skipif(cpp_build.missing("g++") is not None, reason=str(cpp_build.missing("g++")))
+pytestmark = cpp_build.needs("g++")
 
 
 def test_bounded_run_reaches_every_class(tmp_path):

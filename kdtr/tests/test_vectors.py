@@ -59,7 +59,7 @@ def test_python_reader(vector):
 MEMORY = 32 << 20  # address space of the C++ reader, its libraries included: nothing large is allocated
 
 
-@pytest.mark.skipif(cpp_build.missing("g++") is not None, reason=str(cpp_build.missing("g++")))
+@cpp_build.needs("g++")
 @pytest.mark.parametrize("level", [1, 2])
 def test_cpp_reader(level):
     program = cpp_build.build(cpp_build.SOURCES / "kdtr_check.cpp")
