@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import kdtr
@@ -20,10 +21,11 @@ MODELS = RECIPE.parent / "models"
 SHARD_BYTES = 15_000_000  # two shards: the sharded reader has something to read
 
 
-def pack(target: Path, drafter: Path, out: Path) -> None:
-    """Write out/target.kdtr and out/drafter.kdtr from two Hugging Face directories."""
+def pack(folders: Mapping[str, Path], out: Path) -> None:
+    """Write out/target.kdtr, out/drafter.kdtr or both from the directories of the trainings (with train.json)."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, read, folder in (("target", read_target, target), ("drafter", read_drafter, drafter)):
+    for name, folder in folders.items():
+        read = {"target": read_target, "drafter": read_drafter}[name]
         report = json.loads((folder / "train.json").read_text())
         meta = kdtr.provenance(
             seed=report["seed"],
@@ -41,8 +43,13 @@ def pack(target: Path, drafter: Path, out: Path) -> None:
 
 def to_hf(models: Path, out: Path) -> None:
     """Write out/target and out/drafter; FileExistsError if one of them is there."""
-    save_hf(out / "target", *read_target(models / "target.kdtr"), max_shard_bytes=SHARD_BYTES)
+    config, weights = read_target(models / "target.kdtr")
+    save_hf(out / "target", config, weights, max_shard_bytes=SHARD_BYTES)
     save_hf(out / "drafter", *read_drafter(models / "drafter.kdtr"))
+    # The drafter's own numbers do not need it, so the file leaves it out; the published loaders ask for it.
+    path = out / "drafter" / "config.json"
+    given = {**json.loads(path.read_text()), "max_position_embeddings": config.max_position_embeddings}
+    path.write_text(json.dumps(given, indent=2, sort_keys=True) + "\n")
     print(f"{out / 'target'}, {out / 'drafter'}")
 
 
@@ -52,13 +59,15 @@ def main() -> None:
     packing = commands.add_parser("pack", help="checkpoints of the trainings to KDTR")
     packing.add_argument("--target", type=Path, default=RECIPE / "work" / "target")
     packing.add_argument("--drafter", type=Path, default=RECIPE / "work" / "drafter")
+    packing.add_argument("--only", choices=("target", "drafter"), help="pack one of the two")
     packing.add_argument("--out", type=Path, default=MODELS)
     unpacking = commands.add_parser("hf", help="KDTR to Hugging Face directories")
     unpacking.add_argument("--models", type=Path, default=MODELS)
     unpacking.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "pack":
-        pack(args.target, args.drafter, args.out)
+        folders = {"target": args.target, "drafter": args.drafter}
+        pack({args.only: folders[args.only]} if args.only else folders, args.out)
     else:
         to_hf(args.models, args.out)
 

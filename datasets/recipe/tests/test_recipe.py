@@ -180,7 +180,7 @@ def trained(folder, recipe):
         run(recipe.train_drafter, patch, *common, "--seconds", 5, "--target-config", json.dumps(TARGET))
         common = ("--target", target, "--drafter", drafter, "--tokens", tokens / "heldout.bin", "--rows", 4)
         run(recipe.evaluate, patch, *common, "--prefix", 24, "--new", 40, "--out", folder / "acceptance.json")
-    pack(target, drafter, folder / "models")
+    pack({"target": target, "drafter": drafter}, folder / "models")
     return types.SimpleNamespace(folder=folder, target=target, own=own, drafter=drafter, first=first, tokens=tokens)
 
 
@@ -224,7 +224,7 @@ def test_quick_acceptance_counts_by_hand(recipe):
     assert [recipe.evaluate.tree_length(scores, ids, np.array([5, 8, 9]), b) for b in (1, 4, 5, 6)] == [2, 2, 3, 4]
 
 
-def test_export_keeps_every_bit_and_runs(trained, tmp_path):
+def test_export_keeps_every_bit_and_runs(recipe, trained, tmp_path):
     models = trained.folder / "models"
     to_hf(models, tmp_path / "hf")
     safetensors = pytest.importorskip("safetensors.numpy")
@@ -239,6 +239,10 @@ def test_export_keeps_every_bit_and_runs(trained, tmp_path):
         assert given.keys() == back.keys() == {n for n in stored if not n.startswith("config/")}
         for key, value in given.items():
             assert value.tobytes() == back[key].tobytes() == stored[key].tobytes(), key
+    # What was exported can be trained on.
+    torch = importlib.import_module("torch")
+    assert recipe.training.load_target(tmp_path / "hf" / "target", torch.device("cpu")).c.hidden_size == 64
+    assert recipe.training.load_drafter(tmp_path / "hf" / "drafter", torch.device("cpu")).c.hidden_size == 64
     target = load_target(models / "target.kdtr")
     prompt = np.fromfile(trained.tokens / "heldout.bin", np.uint16)[:24].astype(np.int32)
     drafter = load_drafter(models / "drafter.kdtr", target)
