@@ -25,7 +25,6 @@ def pack(folders: Mapping[str, Path], out: Path) -> None:
     """Write out/target.kdtr, out/drafter.kdtr or both from the directories of the trainings (with train.json)."""
     out.mkdir(parents=True, exist_ok=True)
     for name, folder in folders.items():
-        read = {"target": read_target, "drafter": read_drafter}[name]
         report = json.loads((folder / "train.json").read_text())
         meta = kdtr.provenance(
             seed=report["seed"],
@@ -36,8 +35,10 @@ def pack(folders: Mapping[str, Path], out: Path) -> None:
             license="Apache-2.0",
             notes=f"{report['steps']} steps",
         )
-        config, weights = read(folder)
-        save_kdtr(out / f"{name}.kdtr", config, weights, meta=meta)
+        if name == "target":
+            save_kdtr(out / "target.kdtr", *read_target(folder), meta=meta)
+        else:
+            save_kdtr(out / "drafter.kdtr", *read_drafter(folder), meta=meta)
         print(f"{out / name}.kdtr: {(out / f'{name}.kdtr').stat().st_size / 2**20:.2f} MiB")
 
 
