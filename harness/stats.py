@@ -170,7 +170,7 @@ def judge(baseline: Sequence[Sample], current: Sequence[Sample], threshold: Thre
 
 
 def judge_turns(base: Sequence[Sample], other: Sequence[Sample], threshold: Threshold = END_TO_END) -> Judgement:
-    """Like `judge`, for sides whose i-th samples belong together (same turn, or same prompt): what both share is removed.
+    """Like `judge`, for sides whose i-th samples belong together (same turn or prompt): what they share is removed.
 
     Each turn's two samples are divided by their geometric mean, then the quartile ranges must be disjoint, which is the
     case when the quartiles of other[i] / base[i] lie on one side of 1. The interval of the median ratio must also clear

@@ -1,0 +1,239 @@
+"""What is measured: cases as data, in suites, chosen by expressions.
+
+A case has a stable id, and arms that take turns on the same input. Its hash covers every field and the bytes of the
+input, so that results of different inputs are never compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+BUDGETS = (7, 16, 32, 64, 128)
+SETS = ("humaneval", "mt_bench", "gsm8k", "heldout_code")
+GPU = "gpu"
+
+
+class SelectionError(ValueError):
+    """A selection that is no expression, or that no case answers to."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode. method: "ar", "chain" or "ddtree"; budget: non-root nodes of a tree, 0 for the others."""
+
+    method: str
+    budget: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-b{self.budget}" if self.method == "ddtree" else self.method
+
+
+AR, CHAIN = Arm("ar"), Arm("chain")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Plain decoding, chain and trees on the prompts of a set. staged: arms whose stages are timed on the first."""
+
+    set: str
+    block_size: int = 8
+    temperature: float = 0.0
+    budgets: tuple[int, ...] = BUDGETS
+    prompts: int = 10
+    max_new_tokens: int = 24
+    staged: tuple[str, ...] = ("ar", "chain", "ddtree-b64")
+
+    @property
+    def id(self) -> str:
+        draw = f"t{self.temperature:g}" if self.temperature else "greedy"
+        return f"decode/{self.set}/block{self.block_size}/{draw}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (*(arm.name for arm in self.decodings), GPU)
+
+    @property
+    def decodings(self) -> tuple[Arm, ...]:
+        return (AR, CHAIN, *(Arm("ddtree", budget) for budget in self.budgets))
+
+    @property
+    def cost(self) -> float:
+        return 0.1 * self.prompts * self.max_new_tokens / 24 * (2 + sum(1 + budget / 60 for budget in self.budgets))
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Trees from recorded lists of the shipped drafter. batch: requests in one call; lists: how many are built."""
+
+    block_size: int
+    budget: int
+    batch: int = 1
+    lists: int = 32
+
+    @property
+    def depth_limit(self) -> int:
+        return self.block_size - 1
+
+    @property
+    def file(self) -> str:
+        """The recording whose lists are as wide as the budget asks."""
+        return f"drafter_lists_b{self.block_size}_k{128 if self.budget <= 128 else 256}.kdtr"
+
+    @property
+    def id(self) -> str:
+        return f"builder/depth{self.depth_limit}/b{self.budget}/batch{self.batch}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return ("heapq", "sglang-heapq", "cpp-heap", GPU)
+
+    @property
+    def cost(self) -> float:
+        return 0.3 + self.budget * self.lists / 4000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The target's time for N rows behind a prefix, over its time for one row."""
+
+    rows: tuple[int, ...] = (1, 8, 17, 33, 65, 129)
+    prefix: int = 128
+
+    @property
+    def id(self) -> str:
+        return f"curve/verify/prefix{self.prefix}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (*(f"n{n}" for n in self.rows), GPU)
+
+    @property
+    def cost(self) -> float:
+        return sum(self.rows) / 40
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The loops with an acceptance that is given, not found: recorded rounds, or `forced` draft nodes every round.
+
+    The models run at full cost; what they say is replaced. So speed can be compared where weights are random.
+    """
+
+    set: str
+    block_size: int = 8
+    budget: int = 64
+    forced: int | None = None
+    repeats: int = 10
+    max_new_tokens: int = 24
+
+    @property
+    def id(self) -> str:
+        source = "recorded" if self.forced is None else f"forced{self.forced}"
+        return f"replay/{self.set}/block{self.block_size}/{source}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return ("ar", f"ddtree-b{self.budget}", GPU)
+
+    @property
+    def cost(self) -> float:
+        return 0.08 * self.repeats * self.max_new_tokens / 24 * (2 + self.budget / 40)
+
+
+Case = Decode | Builder | Curve | Replay
+
+_QUICK: tuple[Case, ...] = (
+    *(Builder(8, budget) for budget in (*BUDGETS, 256)),
+    *(Builder(16, budget) for budget in (16, 64, 256)),
+    Builder(8, 64, batch=8),
+    *(Decode(name) for name in SETS),
+    Curve(),
+    Replay("humaneval"),
+    Replay("humaneval", forced=3),
+)
+_FULL: tuple[Case, ...] = (
+    *(Builder(block, budget, batch) for block in (8, 16) for budget in (*BUDGETS, 256) for batch in (1, 8, 64)),
+    *(
+        Decode(name, block, temperature, prompts=32, max_new_tokens=64)
+        for temperature in (0.0, 1.0)
+        for block in (8, 16)
+        for name in SETS
+    ),
+    *(Curve((1, 8, 17, 33, 65, 129, 257), prefix) for prefix in (16, 128, 512)),
+    *(Replay(name, forced=forced) for name in SETS for forced in (None, 0, 3, 7)),
+)
+SUITES: dict[str, tuple[Case, ...]] = {"quick": _QUICK, "full": _FULL}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A case and those of its arms that are wanted."""
+
+    case: Case
+    arms: tuple[str, ...]
+
+
+def select(cases: Iterable[Case], expression: str | None = None) -> list[Chosen]:
+    """The measurements whose name, "<case id>/<arm>", answers to the expression: words joined by and, or, not, ( ).
+
+    A word stands for the names that contain it, upper or lower case. Raises SelectionError.
+    """
+    if expression is None:
+        return [Chosen(case, case.arms) for case in cases]
+    answers = _parse(expression)
+    chosen = [Chosen(case, tuple(a for a in case.arms if answers(f"{case.id}/{a}".lower()))) for case in cases]
+    if found := [each for each in chosen if each.arms]:
+        return found
+    raise SelectionError(f"no measurement answers to {expression!r}; `list` shows their names")
+
+
+def digest(case: Case, *inputs: bytes | str | int | float | Sequence[int]) -> str:
+    """SHA-256 over the case's fields and its input: what the result depends on, apart from code and machine."""
+    total = hashlib.sha256(json.dumps([type(case).__name__, asdict(case)], sort_keys=True).encode())
+    for value in inputs:
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        total.update(len(data).to_bytes(8, "little") + data)
+    return total.hexdigest()
+
+
+def _parse(expression: str) -> Callable[[str], bool]:
+    """The test that an expression is of a name. `not` binds closer than `and`, `and` closer than `or`."""
+    words = expression.lower().replace("(", " ( ").replace(")", " ) ").split()[::-1]
+    wrong = SelectionError(f"{expression!r} is no selection: words joined by and, or, not and parentheses")
+
+    def either() -> Callable[[str], bool]:
+        parts = [both()]
+        while words and words[-1] == "or":
+            words.pop()
+            parts.append(both())
+        return lambda name: any(part(name) for part in parts)
+
+    def both() -> Callable[[str], bool]:
+        parts = [single()]
+        while words and words[-1] == "and":
+            words.pop()
+            parts.append(single())
+        return lambda name: all(part(name) for part in parts)
+
+    def single() -> Callable[[str], bool]:
+        word = words.pop() if words else ")"
+        if word == "not":
+            inner = single()
+            return lambda name: not inner(name)
+        if word == "(":
+            inner = either()
+            if not words or words.pop() != ")":
+                raise wrong
+            return inner
+        if word in (")", "and", "or"):
+            raise wrong
+        return lambda name: word in name
+
+    answers = either()
+    if words:
+        raise wrong
+    return answers

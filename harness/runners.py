@@ -1,0 +1,393 @@
+"""Decoding measured: plain, chain and trees on the same prompts in turns, every output checked against plain decoding.
+
+A sample is one prompt, so that acceptance, output and time come from the same decodings. Prompts whose output loops
+(fewer than 0.8 distinct 8-grams) get rows of their own, under "<case>/looping": looping text inflates every speed-up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datasets.evaluation import prompts
+from datasets.evaluation.measure import sampling as prompt_sampling
+from datasets.evaluation.prompts import Prompt
+from datasets.evaluation.statistics import LOOPING_BELOW, distinct_ratio
+from harness import stats, timing
+from harness.cases import AR, GPU, Arm, Chosen, Curve, Decode, digest
+from harness.environment import CHECKOUT
+from harness.parity import Check, Decoding, check_accepted, check_tokens, check_tree, combine, reason, target_margin
+from harness.records import RecordedTree, Row, Timing
+from harness.systems import Bench
+from harness.timing import CpuClock, interleave, staged_timing, stages_of
+from reference.loop import Generation, Options, Round, tau
+from reference.sampling import GREEDY, SamplingParams, choice_margins, choose_rows
+
+TREE_BUDGETS = (16, 64)  # whose rounds are stored for looking at
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One prompt of a case."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+def units(case: Decode, seed: int) -> list[_Unit]:
+    """The prompts of a case with their draws; `seed` shifts those of every prompt."""
+    chosen = prompts.subset(prompts.load(case.set), case.prompts)
+    draws = [prompt_sampling(prompt, case.temperature) for prompt in chosen]
+    return [_Unit(p, replace(d, seed=(d.seed + seed) % 2**64)) for p, d in zip(chosen, draws, strict=True)]
+
+
+def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambda _: None) -> Iterator[Row]:
+    """The rows of a decoding case. progress(share) is called while it runs."""
+    case = chosen.case
+    assert isinstance(case, Decode)
+    params = {
+        "dataset": case.set,
+        "block_size": case.block_size,
+        "depth_limit": case.block_size - 1,
+        "temperature": case.temperature,
+        "max_new_tokens": case.max_new_tokens,
+        "batch": 1,
+    }
+    try:
+        pair = bench.pair
+    except FileNotFoundError as error:
+        yield from bench.not_run(case, "decode", chosen.arms, str(error), params=params)
+        return
+    held = units(case, bench.seed)
+    draws = [(unit.sampling.seed if case.temperature else 0) for unit in held]
+    case_hash = digest(case, pair.digest, *(unit.prompt.tokens for unit in held), *draws)
+    if bench.is_done(chosen, case_hash):
+        return
+    arms = {arm.name: arm for arm in case.decodings if arm == AR or arm.name in chosen.arms}
+    if arms.keys() != {AR.name} or AR.name in chosen.arms:
+        run = _Run(bench, case, case_hash, params, held, arms)
+        yield from run.rows(progress)
+    if GPU in chosen.arms:
+        yield from bench.not_run(case, "decode", [GPU], bench.gpu_missing, case_hash=case_hash, params=params)
+
+
+class _Run:
+    """The measurement of one case."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        case: Decode,
+        case_hash: str,
+        params: Mapping[str, Any],
+        held: Sequence[_Unit],
+        arms: Mapping[str, Arm],
+    ):
+        self.bench, self.case, self.case_hash, self.params, self.held, self.arms = (
+            bench,
+            case,
+            case_hash,
+            {**params, "system": bench.decoder.name},
+            held,
+            arms,
+        )
+        self.found: dict[str, dict[int, Generation]] = {name: {} for name in arms}
+
+    def rows(self, progress: Callable[[float], None]) -> Iterator[Row]:
+        now = [0]
+
+        def begin(number: int) -> None:
+            now[0] = number
+            progress(number / len(self.held))
+
+        def keep(name: str, _: int, result: Generation) -> None:
+            self.found[name][now[0]] = result
+
+        measured = interleave(
+            {name: self._call(arm, now) for name, arm in self.arms.items()},
+            samples=len(self.held),
+            clock=self.bench.decoder.clock,
+            begin=begin,
+            inspect=keep,
+            seconds=lambda result: float(result.decode_seconds),
+            sample="prompt",
+        )
+        if measured[AR.name].failure is not None:
+            for name, arm in measured.items():
+                why = arm.failure or f"plain decoding failed: {measured[AR.name].failure}"
+                yield self._row(name, reason=why, timing=arm.timing)
+            return
+        ratios = {i: distinct_ratio(result.tokens) for i, result in self.found[AR.name].items()}
+        good = [i for i in ratios if ratios[i] >= LOOPING_BELOW]
+        looping = [i for i in ratios if ratios[i] < LOOPING_BELOW]
+        for suffix, numbers in (("", good), ("/looping", looping)):
+            if not numbers and suffix:
+                continue
+            for name, arm in measured.items():
+                if arm.failure is not None:
+                    yield self._row(name, suffix, reason=arm.failure, timing=arm.timing)
+                elif not numbers:
+                    why = f"the outputs of all {len(looping)} prompts loop"
+                    yield self._row(name, suffix, reason=why, not_run=True)
+                else:
+                    yield self._measured_row(name, suffix, numbers, ratios, measured)
+        yield from self._staged(measured)
+
+    def _call(self, arm: Arm, now: list[int]) -> Callable[[], Generation]:
+        return lambda: self._decode(arm, self.held[now[0]])
+
+    def _decode(self, arm: Arm, unit: _Unit) -> Generation:
+        options: Options = {
+            "max_new_tokens": self.case.max_new_tokens,
+            "sampling": unit.sampling,
+            "stop_tokens": self.bench.pair.stop_tokens,
+        }
+        return self.bench.decoder.decode(arm, unit.prompt.tokens, self.case.block_size, options)
+
+    def _measured_row(
+        self,
+        name: str,
+        suffix: str,
+        numbers: Sequence[int],
+        ratios: Mapping[int, float],
+        measured: Mapping[str, timing.Arm],
+    ) -> Row:
+        """The row of one arm over some of the prompts."""
+        results = [self.found[name][i] for i in numbers]
+        checks = [check for i in numbers for check in self._checks(name, i)]
+        truth = "one pass over the whole output" if name == AR.name else AR.name
+        label = f"{self.case.id}{suffix}-{name}".replace("/", "-")
+        parity = combine(truth, checks, self.bench.folder, label)
+        samples = _some(measured[name].timing, measured[name].numbers, numbers)
+        base = _some(measured[AR.name].timing, measured[AR.name].numbers, numbers)
+        metrics, nulls = self._metrics(results, samples, base)
+        metrics |= {"distinct8": float(np.mean([ratios[i] for i in numbers])), "prompts": len(numbers)}
+        return self._row(
+            name,
+            suffix,
+            reason=reason(parity),
+            parity=parity,
+            metrics=metrics,
+            nulls=nulls,
+            timing=samples,
+            depth_histogram=_histogram(results, self.case.block_size),
+            trees=self._trees(name, numbers[0]) if not suffix else (),
+        )
+
+    def _row(self, name: str, suffix: str = "", **fields: Any) -> Row:
+        arm = self.arms[name]
+        return self.bench.row(
+            self.case,
+            self.case_hash,
+            "decode",
+            name,
+            name=self.case.id + suffix,
+            against=None if name == AR.name else AR.name,
+            params={**self.params, "budget": arm.budget, "looping": bool(suffix)},
+            **fields,
+        )
+
+    def _checks(self, name: str, i: int) -> Iterator[Check]:
+        """Tokens against plain decoding, accepted counts against the true output, trees against the reference's."""
+        unit, result, truth = self.held[i], self.found[name][i], self.found[AR.name][i].tokens
+        target = self.bench.pair.target
+        label = f"{unit.prompt.set}/{unit.prompt.id}"
+        if name == AR.name:
+            yield check_one_pass(label, target, unit.prompt.tokens, truth, unit.sampling)
+            return
+        yield check_tokens(
+            label,
+            truth,
+            result.tokens,
+            seed=unit.sampling.seed,
+            accepted=[r.accepted for r in result.rounds],
+            margin=target_margin(target, unit.prompt.tokens, np.array(truth), unit.sampling),
+            decoding=Decoding(
+                unit.prompt.tokens,
+                _relative(self.bench),
+                sampling=unit.sampling,
+                stop_tokens=tuple(sorted(self.bench.pair.stop_tokens)),
+            ),
+        )
+        yield check_accepted(label, truth, result.rounds, seed=unit.sampling.seed)
+        for number, done in enumerate(result.rounds):
+            if done.trace is not None and done.trace.lists is not None:
+                lists, tree = done.trace.lists, done.trace.tree
+                budget = self.arms[name].budget or done.depth_limit
+                yield check_tree(
+                    label, tree, lists.lp, lists.ids, budget, int(tree.tokens[0]), round=number, seed=unit.sampling.seed
+                )
+
+    def _metrics(
+        self, results: Sequence[Generation], samples: Timing, base: Timing
+    ) -> tuple[dict[str, float | int | None], dict[str, str]]:
+        rounds = [r for result in results for r in result.rounds]
+        decode_s = sum(s for s in samples.samples_s if s is not None)
+        tokens = sum(len(result.tokens) for result in results)
+        means = [result.tau for result in results if result.rounds]
+        draft, verify = (sum(r.seconds[stage] for r in rounds) / max(len(rounds), 1) for stage in ("draft", "verify"))
+        numbers = {
+            "tau": stats.Number(tau(rounds)),
+            "tau_mean": stats.Number(float(np.mean(means)) if means else None, "no rounds"),
+            "tokens_per_s": stats.ratio(tokens, decode_s),
+            "tpot_s": stats.ratio(decode_s, tokens),
+            "ttft_s": stats.Number(float(np.median([result.prefill_seconds for result in results]))),
+            "nodes_per_round": stats.ratio(sum(r.nodes for r in rounds), len(rounds)),
+            "draft_s": stats.Number(draft),
+            "verify_s": stats.Number(verify),
+        }
+        faster = stats.times_faster(base, samples)
+        step = stats.ratio(sum(s for s in base.samples_s if s is not None), tokens)
+        numbers["loop_efficiency"] = stats.loop_efficiency(faster.value, tau(rounds), step.value, draft, verify)
+        metrics: dict[str, float | int | None] = {"rounds": len(rounds), "tokens": tokens}
+        metrics |= {name: number.value for name, number in numbers.items()}
+        nulls = {f"metrics.{n}": v.reason or "not finite" for n, v in numbers.items() if v.value is None}
+        return metrics, nulls
+
+    def _staged(self, measured: Mapping[str, timing.Arm]) -> Iterator[Row]:
+        """One more decoding of the first prompt for each staged arm, its time split into stages."""
+        for name in self.case.staged:
+            if name not in self.arms or measured[name].failure is not None:
+                continue
+            clock = self.bench.decoder.clock
+            start = clock.mark()
+            result = self._decode(self.arms[name], self.held[0])
+            around = clock.seconds(start, clock.mark()) - result.prefill_seconds
+            stages = stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
+            truth = self.found[AR.name][0].tokens
+            check = check_tokens(self.held[0].prompt.id, truth, result.tokens, seed=self.held[0].sampling.seed)
+            parity = combine(AR.name, [check])
+            yield self.bench.row(
+                self.case,
+                self.case_hash,
+                "stage",
+                name,
+                name=self.case.id.replace("decode/", "stage/", 1),
+                against=None if name == AR.name else AR.name,
+                reason=reason(parity) or stages.problem,
+                params={**self.params, "budget": self.arms[name].budget},
+                parity=parity,
+                metrics={"rounds": len(result.rounds), "tokens": len(result.tokens)},
+                timing=staged_timing(stages, clock.method),
+                stages=stages.seconds,
+            )
+
+    def _trees(self, name: str, i: int) -> tuple[RecordedTree, ...]:
+        """The first round of a prompt, and the one that accepted most."""
+        if self.arms[name].budget not in TREE_BUDGETS:
+            return ()
+        done = self.found[name][i].rounds
+        best = max(range(len(done)), key=lambda n: done[n].accepted, default=0)
+        return tuple(self._tree(i, n, done[n]) for n in sorted({0, best}) if n < len(done) and done[n].trace)
+
+    def _tree(self, i: int, number: int, done: Round) -> RecordedTree:
+        assert done.trace is not None
+        tree, text = done.trace.tree, self.bench.text
+        return RecordedTree(
+            prompt=f"{self.held[i].prompt.set}/{self.held[i].prompt.id}",
+            round=number,
+            tokens=tuple(tree.tokens.tolist()),
+            texts=tuple(text(token) for token in tree.tokens.tolist()),
+            parents=tuple(tree.parents.tolist()),
+            depths=tuple(tree.depths.tolist()),
+            scores=tuple(tree.scores.tolist()),
+            accepted=done.path,
+            bonus=done.trace.bonus,
+            bonus_text=text(done.trace.bonus),
+        )
+
+
+def check_one_pass(
+    unit: str, target: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams
+) -> Check:
+    """Plain decoding against one causal pass over prompt and output: other row counts, the same choices."""
+    whole = np.array([*prompt, *tokens[:-1]], np.int32)
+    first = len(prompt) - 1
+    logits = target.forward(whole, target.new_cache(len(whole))).logits[first:, : target.vocab_size]
+    positions = np.arange(first, len(whole))
+    expected = choose_rows(logits, sampling, positions)
+    return check_tokens(
+        unit,
+        expected,
+        tokens,
+        seed=sampling.seed,
+        margin=lambda i: float(choice_margins(logits[i : i + 1], sampling, positions[i : i + 1])[0]),
+    )
+
+
+def curve_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
+    """T_verify(N): the target on N rows behind a prefix, with the mask of a tree; choices against one causal pass."""
+    case = chosen.case
+    assert isinstance(case, Curve)
+    try:
+        target = bench.pair.target
+    except FileNotFoundError as error:
+        yield from bench.not_run(case, "curve", chosen.arms, str(error))
+        return
+    text = np.array(
+        [t for p in prompts.load("heldout_code") for t in p.tokens][: case.prefix + max(case.rows)], np.int32
+    )
+    case_hash = digest(case, bench.pair.digest, text.tobytes())
+    if bench.is_done(chosen, case_hash):
+        return
+    cache = target.new_cache(len(text))
+    whole = target.forward(text, cache).logits[case.prefix :, : target.vocab_size]
+    cache.commit(np.arange(case.prefix))
+    positions = np.arange(case.prefix, len(text), dtype=np.int32)
+    truth = choose_rows(whole, GREEDY, positions)
+    margins = choice_margins(whole, GREEDY, positions)
+
+    def call(n: int) -> Callable[[], Any]:
+        mask, rows, at = np.tri(n, dtype=np.bool_), text[case.prefix : case.prefix + n], positions[:n]
+        return lambda: target.forward(rows, cache, positions=at, visibility=mask)
+
+    found: dict[str, Any] = {}
+    counts = {f"n{n}": n for n in case.rows if n == 1 or f"n{n}" in chosen.arms}
+    if counts.keys() != {"n1"} or "n1" in chosen.arms:
+        arms = interleave(
+            {name: call(n) for name, n in counts.items()},
+            samples=10,
+            clock=CpuClock(),
+            inspect=lambda name, _, result: found.update({name: result}),
+        )
+        for name, arm in arms.items():
+            n = counts[name]
+            choices: Any = (
+                choose_rows(found[name].logits[:, : target.vocab_size], GREEDY, positions[:n]) if name in found else []
+            )
+            check = check_tokens(name, truth[:n], choices, margin=lambda i: float(margins[i]))
+            parity = combine("one causal pass", [check])
+            yield bench.row(
+                case,
+                case_hash,
+                "curve",
+                name,
+                against=None if name == "n1" else "n1",
+                reason=arm.failure or reason(parity),
+                params={"rows": n, "prefix": case.prefix, "system": "reference"},
+                parity=parity,
+                timing=arm.timing,
+            )
+    if GPU in chosen.arms:
+        yield from bench.not_run(case, "curve", [GPU], bench.gpu_missing, case_hash=case_hash)
+
+
+def _some(whole: Timing, numbers: Sequence[int], wanted: Sequence[int]) -> Timing:
+    """The samples of some of the prompts."""
+    samples = dict(zip(numbers, whole.samples_s, strict=True))
+    return replace(whole, samples_s=tuple(samples[i] for i in wanted))
+
+
+def _histogram(results: Sequence[Generation], block_size: int) -> tuple[int, ...]:
+    accepted = [r.accepted for result in results for r in result.rounds]
+    return tuple(int(n) for n in np.bincount(np.array(accepted, np.int64), minlength=block_size))
+
+
+def _relative(bench: Bench) -> str:
+    """The target's file, relative to the checkout, as a divergence names it."""
+    return Path(os.path.relpath(bench.models / "target.kdtr", CHECKOUT)).as_posix()
