@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 15
 BEST_OF = 5
+SGLANG = "sglang-heapq"
 Arrays = Mapping[str, NDArray[Any]]
 
 # Builds one batch of the lists, by its number; what it returns gives the arrays of every tree, untimed.
@@ -90,7 +91,7 @@ def make(name: str, lp: NDArray[np.float32], ids: NDArray[np.int32], budget: int
     """The builder of an arm for lists [batches, R, L, K]. Raises CompilerError for the C++ heap without a compiler."""
     if name == "heapq":
         return _each(lp, ids, lambda lp, ids: heapq_tree(lp, ids, budget))
-    if name == "sglang-heapq":
+    if name == SGLANG:
         return _each(lp, ids, lambda lp, ids: sglang_tree.build(lp, ids, budget).arrays())
     if name == "cpp-heap":
         library = heap_tree.compile_library()
@@ -121,6 +122,18 @@ def _each(
         return lambda: trees
 
     return build
+
+
+def check(
+    name: str, trees: Sequence[Arrays], lp: NDArray[np.float32], ids: NDArray[np.int32], budget: int
+) -> tuple[str, list[Check]]:
+    """(what an arm's trees must equal, the comparison of each with it) for lists [R, L, K]."""
+    if name == SGLANG:
+        held = "its own rules (another tree than the contract's)"
+        return held, [_check_sglang(f"list {i}", tree, lp[i], ids[i], budget) for i, tree in enumerate(trees)]
+    return "reference.build_tree", [
+        check_tree(f"list {i}", tree, lp[i], ids[i], budget) for i, tree in enumerate(trees)
+    ]
 
 
 def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
@@ -157,14 +170,7 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     arms = interleave(calls, samples=SAMPLES, best_of=BEST_OF, clock=CpuClock())
     for name, measured in arms.items():
         trees = [tree for batch in range(len(batched[0])) for tree in builds[name](batch)()]
-        own = name == "sglang-heapq"
-        checks = [
-            _check_sglang(f"list {i}", tree, lp[i], ids[i], case.budget)
-            if own
-            else check_tree(f"list {i}", tree, lp[i], ids[i], case.budget)
-            for i, tree in enumerate(trees)
-        ]
-        truth = "its own rules (another tree than the contract's)" if own else "reference.build_tree"
+        truth, checks = check(name, trees, lp, ids, case.budget)
         parity = combine(truth, checks, bench.folder, f"{case.id}-{name}".replace("/", "-"))
         samples = tuple(None if s is None else s / count for s in measured.timing.samples_s)
         warmup = None if measured.timing.warmup_s is None else measured.timing.warmup_s / count
@@ -175,7 +181,7 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
             name,
             against=None if name == "heapq" else "heapq",
             reason=measured.failure or reason(parity),
-            params={**params, "trees": count, "contract": "sglang" if own else "ddtree"},
+            params={**params, "trees": count, "contract": "sglang" if name == SGLANG else "ddtree"},
             parity=parity,
             metrics={"nodes": float(np.mean([int(tree["node_count"]) for tree in trees]))},
             timing=replace(measured.timing, samples_s=samples, warmup_s=warmup),

@@ -193,6 +193,12 @@ def gpu_uuid() -> str | None:
     return found
 
 
+def gpu_missing() -> str | None:
+    """Why no CUDA device can be used here, or None; the driver is asked in a child process."""
+    found: str | None = (_ask("driver") or {"missing": "the CUDA driver ended the process that asked it"})["missing"]
+    return found
+
+
 def _gpu(probe: Mapping[str, Any]) -> Gpu | None:
     if probe["missing"] is not None:
         return None

@@ -6,7 +6,6 @@ Such rows stand in block "replay", are labelled, and never count as lossless out
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from harness.cases import AR, GPU, Arm, Builder, Chosen, Replay, digest
 from harness.parity import check_counts, combine, reason
 from harness.records import Row, Scalar
 from harness.systems import Bench
-from harness.timing import CpuClock, interleave
+from harness.timing import cpu_clock, interleave
 from reference.accept import accept
 from reference.drafter import Drafter, ReplayDrafter
 from reference.loop import Generation, Options, Target, ar_generate, ddtree_generate
@@ -185,7 +184,8 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
         return
     arms = {arm.name: arm for arm in (AR, Arm("ddtree", case.budget)) if arm == AR or arm.name in chosen.arms}
     drafter = pair.drafter(case.block_size)
-    options: Options = {"max_new_tokens": case.max_new_tokens, "clock": time.process_time}
+    clock = cpu_clock()
+    options: Options = {"max_new_tokens": case.max_new_tokens, "clock": clock.now}
 
     def call(arm: Arm) -> Callable[[], tuple[Generation, list[int]]]:
         return lambda: generate(pair.target, drafter, prompt.tokens, script, arm, **options)
@@ -194,7 +194,7 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     measured = interleave(
         {name: call(arm) for name, arm in arms.items()},
         samples=case.repeats,
-        clock=CpuClock(),
+        clock=clock,
         inspect=lambda name, _, result: found.update({name: result}),
         seconds=lambda result: float(result[0].decode_seconds),
     )

@@ -24,7 +24,7 @@ from harness.environment import CHECKOUT
 from harness.parity import Check, Decoding, check_accepted, check_tokens, check_tree, combine, reason, target_margin
 from harness.records import RecordedTree, Row, Timing
 from harness.systems import Bench
-from harness.timing import CpuClock, interleave, staged_timing, stages_of
+from harness.timing import cpu_clock, interleave, staged_timing, stages_of
 from reference.loop import Generation, Options, Round, tau
 from reference.sampling import GREEDY, SamplingParams, choice_margins, choose_rows
 
@@ -352,7 +352,7 @@ def curve_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
         arms = interleave(
             {name: call(n) for name, n in counts.items()},
             samples=10,
-            clock=CpuClock(),
+            clock=cpu_clock(),
             inspect=lambda name, _, result: found.update({name: result}),
         )
         for name, arm in arms.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from harness import builders
 from harness.cases import GPU, Arm, Case, Chosen, digest
 from harness.environment import CHECKOUT
 from harness.records import Environment, Parity, Row, Scalar, Timing
-from harness.timing import Clock, CpuClock
+from harness.timing import Clock, cpu_clock
 from reference.dflash import DFlash
 from reference.loop import Generation, Options, ar_generate, chain_generate, ddtree_generate
 
@@ -33,17 +32,19 @@ class Decoder(Protocol):
 
 
 class ReferenceDecoder:
-    """The loops of reference.loop on a target and a drafter, timed in processor time: NumPy with one thread."""
+    """The loops of reference.loop on a target and a drafter, timed in processor time if NumPy has one thread."""
 
     name = "reference"
 
     def __init__(self, pair: Pair):
-        self.clock: Clock = CpuClock()
+        clock = cpu_clock()
+        self.clock: Clock = clock
+        self._now = clock.now
         self._pair = pair
         self._drafters: dict[int, DFlash] = {}
 
     def decode(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> Generation:
-        timed: Options = {**options, "clock": time.process_time, "keep_traces": True, "budget": arm.budget}
+        timed: Options = {**options, "clock": self._now, "keep_traces": True, "budget": arm.budget}
         if arm.method == "ar":
             return ar_generate(self._pair.target, None, prompt, **timed)
         if block_size not in self._drafters:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import gpu_missing
 from harness import codec, environment
-from harness.environment import CHECKOUT
+from harness.environment import CHECKOUT, gpu_missing
 from harness.records import Environment, Gpu
 
 H200 = Gpu("NVIDIA H200", "0123456789ab", 132, "9.0", 150_000_000_000, "570.124.06", 700.0, 1980, False)
