@@ -102,7 +102,7 @@ def generation(pair: Pair, plan: Plan, prompt: Prompt, temperature: float) -> di
     whole = [r for r in run.rounds[:-1] if r.depth_limit == plan.block - 1]
     if len(whole) < plan.rounds:
         return None
-    kept = [whole[i * len(whole) // plan.rounds] for i in range(plan.rounds)]
+    kept = [whole[(2 * i + 1) * len(whole) // (2 * plan.rounds)] for i in range(plan.rounds)]
     columns = [of_round(r, plan) for r in kept]
     draws = sampling(prompt, temperature)
     return {
