@@ -34,12 +34,14 @@ class Progress:
         self._done += self._cost
         self._number += 1
         self._name, self._cost = name, cost
-        self.show(0.0)
+        self._show(0.0)
 
     def show(self, share: float) -> None:
         """The share of the present case that is done; on a terminal only."""
-        if share and not self._changing:
-            return
+        if self._changing:
+            self._show(share)
+
+    def _show(self, share: float) -> None:
         done = self._done + share * self._cost
         spent = time.monotonic() - self._started
         left = f", about {spent / done * (self._total - done):.0f} s to go" if done else ""
