@@ -49,7 +49,7 @@ def load_lists(folder: Path, case: Builder) -> tuple[NDArray[np.float32], NDArra
     ids = np.concatenate([stored[name] for name in stored if name.endswith("/ids")])
     if lp.shape[1] != case.depth_limit or not len(lp):
         raise NoListsError(f"{path.name} holds {len(lp)} lists of depth {lp.shape[1]}, not of {case.depth_limit}")
-    rounds = case.lists // case.batch * case.batch or case.batch
+    rounds = max(min(case.lists, len(lp)) // case.batch, 1) * case.batch  # a list twice only to fill a batch
     chosen = np.arange(rounds) * len(lp) // rounds
     width = min(case.budget, lp.shape[2])
     return np.ascontiguousarray(lp[chosen, :, :width]), np.ascontiguousarray(ids[chosen, :, :width])
