@@ -171,6 +171,7 @@ class EncodeError(KDTRError, ValueError):
     code = "ENCODE"
 
 
+# The classes of the format; what other modules derive (converting, manifests) is not among them.
 BY_CODE: Final[Mapping[str, type[KDTRError]]] = MappingProxyType(
     {cls.code: cls for cls in KDTRError.__subclasses__()},
 )

@@ -483,11 +483,10 @@ def test_cases_of_a_fixture(tmp_path):
 
 
 def test_errors_survive_pickling():
-    for cls in kdtr.KDTRError.__subclasses__():
+    for cls in errors.BY_CODE.values():
         error = cls("text", path="p", tensor="t")
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), again.code, again.path) == (cls, str(error), error.code, "p")
-        assert errors.BY_CODE[cls.code] is cls
 
 
 def test_every_float_type_of_the_format_is_one_here():
