@@ -1,0 +1,303 @@
+"""What stands below the three blocks and explains them: details, stages, acceptance, cost of verifying, machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.blocks import SHARED, cell, explain, headline, mark, place_of
+from harness.records import Environment, Row
+from harness.stats import Number
+from harness.tables import (
+    NONE,
+    Line,
+    Measured,
+    Notes,
+    Section,
+    Table,
+    arm_label,
+    columns,
+    dataset_of,
+    environments,
+    equal,
+    faster,
+    grouped,
+    looping,
+    median,
+    method,
+    metric,
+    show,
+    show_interval,
+    show_speed,
+    status,
+)
+
+
+def details(measured: Measured) -> list[Section]:
+    """All of these parts that have content."""
+    parts = [
+        _decode_details(measured),
+        _replay(measured),
+        _stages(measured),
+        _acceptance(measured),
+        _curve(measured),
+        _other_builders(measured),
+        _bench(measured),
+        _environment(measured),
+        DEFINITIONS,
+    ]
+    return [part for part in parts if part.tables or part.items]
+
+
+def _decode_details(measured: Measured) -> Section:
+    headers = (
+        "<dataset",
+        "budget",
+        "mean tau",
+        "rounds",
+        "TTFT ms",
+        "TPOT ms",
+        "loop eff.",
+        "x chain [95 %]",
+    )
+    tables = []
+    for heading, members in grouped(headline(measured), measured, SHARED).items():
+        notes, lines = Notes(), []
+        for row in (r for r in members if r.status != "NOT_RUN"):
+            kind = method(row)
+            over = faster(measured.chain(row), row)
+            plain = ("tau_mean", "rounds")
+            times = [
+                show(metric(row, "ttft_s"), 1e3),
+                show(metric(row, "tpot_s"), 1e3),
+                show(metric(row, "loop_efficiency")) if kind != "ar" else NONE,
+            ]
+            if row.status == "OK" and kind == "tree" and over.value is None:
+                notes.add(place_of(row), f"no ratio to a chain: {over.reason}")
+            if (prompts := metric(row, "prompts")).value is not None:
+                notes.add(dataset_of(row), f"{show(prompts)} prompts")
+            numbers = [show(metric(row, name)) for name in plain]
+            lines.append(
+                Line(
+                    (
+                        dataset_of(row),
+                        arm_label(row).removeprefix("tree "),
+                        *(numbers + times if row.status == "OK" else [status(row)] * 5),
+                        cell(row, over, show_interval) if kind == "tree" else NONE,
+                    ),
+                    mark(measured, row),
+                )
+            )
+        if lines:
+            tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
+    return Section("More about the same decodings", tables=tuple(tables))
+
+
+def _other_builders(measured: Measured) -> Section:
+    """Arms that stand in no column of the main table, and the intervals of all ratios."""
+    headers = ("budget", "depth", "batch", "<builder", "us", "heapq/it [95 %]", "<equal", "<status")
+    lines = []
+    for row in measured.block("builder"):
+        if row.status == "NOT_RUN" or row.arm == "heapq":
+            continue
+        lines.append(
+            Line(
+                (
+                    *(str(row.params.get(name, NONE)) for name in ("budget", "depth_limit", "batch")),
+                    arm_label(row),
+                    show_speed(row, median(row), 1e6),
+                    cell(row, faster(measured.base(row), row), show_interval),
+                    equal(row),
+                    status(row),
+                ),
+                "bad" if row.status == "INVALID" else "",
+            )
+        )
+    note = "SGLang's heapq builds another tree than the contract's; it is held against its own rules."
+    notes = (note,) if any("sglang" in row.arm for row in measured.block("builder")) else ()
+    tables = (Table("", columns(*headers), tuple(lines), notes),) if lines else ()
+    return Section("All builders against Python's heapq", tables=tables)
+
+
+def _replay(measured: Measured) -> Section:
+    headers = ("<dataset", "<acceptance", "<decoding", "tau", "rounds", "ms", "speed-up [95 %]", "<status")
+    tables = []
+    for heading, members in grouped(measured.block("replay"), measured, {*SHARED, "acceptance"}).items():
+        notes, lines = Notes(), []
+        for row in members:
+            explain(notes, row)
+            lines.append(
+                Line(
+                    (
+                        dataset_of(row),
+                        str(row.params.get("acceptance", NONE)),
+                        arm_label(row),
+                        cell(row, metric(row, "tau")),
+                        cell(row, metric(row, "rounds")),
+                        show_speed(row, median(row), 1e3),
+                        cell(row, faster(measured.base(row), row), show_interval) if method(row) != "ar" else NONE,
+                        status(row),
+                    ),
+                    mark(measured, row),
+                )
+            )
+        tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
+    text = "The models do their full work, what they say is replaced. No claim of lossless output is made here."
+    return Section("Replay: acceptance given, not found", (text,), tuple(tables))
+
+
+def _stages(measured: Measured) -> Section:
+    rows = measured.block("stage")
+    names = stage_names(rows)
+    tables = []
+    for heading, members in grouped(rows, measured, SHARED).items():
+        notes, lines = Notes(), []
+        for row in members:
+            explain(notes, row)
+            shares = stage_shares(row)
+            cells = [f"{100 * shares[name]:.1f}" if name in shares else NONE for name in names]
+            lines.append(
+                Line(
+                    (dataset_of(row), arm_label(row), *(cells if row.status == "OK" else [status(row)] * len(names))),
+                    mark(measured, row) if row.status != "OK" else "",
+                )
+            )
+        tables.append(Table(heading, columns("<dataset", "<decoding", *names), tuple(lines), notes.sentences()))
+    return Section("Stage shares, % of the decode time", tables=tuple(tables))
+
+
+def stage_names(rows: Iterable[Row]) -> list[str]:
+    """Names of stages in order of first appearance, "other" last."""
+    names = dict.fromkeys(name for row in rows for name in row.stages or {})
+    other = [name for name in names if name == "other"]
+    return [*(name for name in names if name != "other"), *other]
+
+
+def stage_shares(row: Row) -> dict[str, float]:
+    """Share of each stage in the sum of an OK row's stages; empty where a stage is n/a or the sum is not positive."""
+    seconds = {name: value for name, value in (row.stages or {}).items() if value is not None}
+    total = sum(seconds.values())
+    if row.status != "OK" or len(seconds) < len(row.stages or {}) or total <= 0:
+        return {}
+    return {name: value / total for name, value in seconds.items()}
+
+
+def _acceptance(measured: Measured) -> Section:
+    header = "<% of rounds that accepted 0, 1, 2 ... draft tokens"
+    tables = []
+    for heading, members in grouped(measured.block("decode"), measured, SHARED).items():
+        lines = []
+        for row in members:
+            if method(row) == "ar" or row.status != "OK" or not (shares := acceptance(row)):
+                continue
+            cells = " ".join(f"{100 * share:.0f}".rjust(2) for share in shares)
+            name = dataset_of(row) + (" (looping)" if looping(row) else "")
+            lines.append(Line((name, arm_label(row), cell(row, metric(row, "tau")), cells.lstrip())))
+        if lines:
+            tables.append(Table(heading, columns("<dataset", "<decoding", "tau", header), tuple(lines)))
+    return Section("Acceptance by depth", tables=tuple(tables))
+
+
+def acceptance(row: Row) -> list[float]:
+    """Share of the rounds that accepted 0, 1, ... draft tokens; empty without rounds."""
+    counts = row.depth_histogram or ()
+    return [count / sum(counts) for count in counts] if sum(counts) > 0 else []
+
+
+def _curve(measured: Measured) -> Section:
+    headers = ("rows N", "ms", "T_verify(N)/T_AR [95 %]", "<equal", "<status")
+    tables = []
+    for heading, members in grouped(measured.block("curve"), measured, {*SHARED, "rows"}).items():
+        notes, lines = Notes(), []
+        for row in members:
+            explain(notes, row)
+            lines.append(
+                Line(
+                    (
+                        str(row.params.get("rows", arm_label(row))),
+                        show_speed(row, median(row), 1e3),
+                        cell(row, verify_cost(measured, row), show_interval),
+                        equal(row),
+                        status(row),
+                    ),
+                    mark(measured, row) if row.status != "OK" else "",
+                )
+            )
+        tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
+    return Section("Cost of verifying N rows at once", tables=tuple(tables))
+
+
+def verify_cost(measured: Measured, row: Row) -> Number:
+    """T_verify(N) / T_AR with its interval."""
+    base = measured.arm(row, row.against) if row.against else row
+    return faster(row, base) if base is not row or row.status != "OK" else Number(1.0)
+
+
+def _bench(measured: Measured) -> Section:
+    headers = ("<case", "<arm", "median us", "quartiles us", "<equal", "<status")
+    notes, lines = Notes(), []
+    for row in measured.block("bench"):
+        explain(notes, row)
+        found = median(row)
+        ends = [show(Number(end, None, found.low, found.high), 1e6) for end in (found.low, found.high)]
+        between = f"{ends[0]} to {ends[1]}" if found.value is not None else NONE
+        lines.append(Line((row.case, row.arm, show_speed(row, found, 1e6), between, equal(row), status(row))))
+    tables = (Table("", columns(*headers), tuple(lines), notes.sentences()),) if lines else ()
+    return Section("Benchmarks", tables=tables)
+
+
+def _environment(measured: Measured) -> Section:
+    found = environments(measured.rows)
+    items: list[str] = []
+    for number, environment in enumerate(found, 1):
+        prefix = f"({number}) " if len(found) > 1 else ""
+        items += [f"{prefix}{text}" for text in environment_facts(environment)]
+    return Section("Environment", items=tuple(items))
+
+
+def environment_facts(environment: Environment) -> list[str]:
+    """Facts as "name: value"; strings as they are stored."""
+    e = environment
+    dirty = {True: "with uncommitted changes", False: "clean", None: "unknown whether clean"}[e.dirty]
+    facts = [
+        f"hardware key: {e.hardware_key}",
+        f"processor: {e.cpu}, {e.cores} cores, {e.arch}, {e.os}",
+        f"commit: {e.commit or 'unknown'}, {dirty}; code {e.code}",
+    ]
+    if e.gpu is None:
+        facts.append(f"GPU: none: {e.gpu_missing or 'not looked for'}")
+    else:
+        g = e.gpu
+        busy = {True: "busy with other work", False: "not busy", None: "unknown whether busy"}[g.busy]
+        facts.append(
+            f"GPU: {g.name}, {g.sm_count or 'n/a'} SMs, compute capability {g.compute_capability or 'n/a'}, driver "
+            f"{g.driver or 'n/a'}, power limit {show(Number(g.power_limit_w))} W, {busy}"
+        )
+    facts.append("versions: " + ", ".join(f"{name} {version or 'none'}" for name, version in e.versions.items()))
+    facts.append("threads: " + ", ".join(f"{name}={'unset' if v is None else v}" for name, v in e.threads.items()))
+    facts.append(
+        "modules: "
+        + ", ".join(f"{name} from {place.removesuffix('/__init__.py')}" for name, place in e.modules.items())
+    )
+    facts += [f"library {name}: SHA-256 {value}" for name, value in e.libraries.items()]
+    return facts + [f"PROBLEM: {problem}" for problem in e.problems]
+
+
+DEFINITIONS = Section(
+    "Definitions",
+    items=(
+        "tau: tokens committed per target forward, the bonus token included: 1 + accepted/rounds, pooled over all "
+        "rounds; mean tau: mean of the prompts' own values. Budget: non-root nodes of a tree.",
+        "tok/s: output tokens over decode seconds, prefill excluded. TTFT: median seconds to the first token. TPOT: "
+        "decode seconds per token.",
+        "speed-up: sum of AR's decode seconds / sum of the method's decode seconds over the same tokens, with a 95 % "
+        "bootstrap interval over prompts; where a sample is the same work once more: median of the turns' ratios.",
+        "status: OK; SLOWER = correct, but slower than the chain with the same drafter (interval below 1); no gain = "
+        "correct, and the interval against the chain contains 1; INVALID = results differ, so no speed is told; "
+        "not run = why stands below the table.",
+        "equal: output tokens, accepted counts and trees are those of the reference; (n) = n places where the target's "
+        "two best choices were closer than the allowed margin.",
+        "loop eff.: speed-up / (tau * T_AR / (T_draft + T_verify)), the share of the possible gain that the loop "
+        "delivers. Stage shares come from extra runs with marks between the stages; they are never used for speeds.",
+        "times: median, with digits that end at the noise (quartiles or interval); n/a: why stands below the table.",
+    ),
+)
