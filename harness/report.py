@@ -21,7 +21,7 @@ from harness.blocks import blocks
 from harness.compare import Comparison
 from harness.details import details
 from harness.records import Row, Scalar
-from harness.tables import Measured, Section, Table, faster, median, status, visible
+from harness.tables import Measured, Section, Table, faster, median, status, visible_text
 
 WIDTH = 100
 TITLE = "DDTree harness report"
@@ -78,8 +78,8 @@ def table(rows: Iterable[Row]) -> str:
 
 def escape(text: str) -> str:
     """A string as one line of Markdown that shows it unchanged: marks of the language escaped, line ends as <br>."""
-    escaped = SPECIAL.sub(r"\\\g<0>", text)
-    return "".join(visible(c) for c in escaped.replace("\r\n", "\n").replace("\n", "<br>"))
+    lines = text.replace("\r\n", "\n").split("\n")
+    return "<br>".join(visible_text(SPECIAL.sub(r"\\\g<0>", line)) for line in lines)
 
 
 def _csv_line(measured: Measured, row: Row) -> dict[str, str]:

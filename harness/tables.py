@@ -245,10 +245,9 @@ def environments(rows: Iterable[Row]) -> list[Environment]:
     return found
 
 
-def visible(character: str) -> str:
-    """A character that can be seen: control, format and lone surrogate characters as their number."""
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs")
-    return f"\\u{ord(character):04x}" if hidden else character
+def visible_text(text: str) -> str:
+    """Text that can be seen: control, format and lone surrogate characters as their number."""
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in text)
 
 
 def columns(*names: str) -> tuple[Column, ...]:
