@@ -92,7 +92,7 @@ def figures(measured: Measured) -> list[Figure]:
 
 
 def _against_budget(measured: Measured) -> list[Figure]:
-    """tau, and the speed-up over AR, against the budget: a line for each data set, the chain as a marker at the left."""
+    """tau, and the speed-up over AR, against the budget: a line for each data set, the chain at the left."""
     found = []
     for heading, members in grouped(headline(measured), measured, SHARED).items():
         rows = [r for r in members if r.status == "OK" and method(r) in (CHAIN, "tree")]
@@ -125,10 +125,8 @@ def _against_budget(measured: Measured) -> list[Figure]:
         taus = lines(lambda row: metric(row, "tau"))
         gains = lines(lambda row: faster(measured.base(row), row))
         if taus:
-            y = linear("tau, tokens per target forward", [1.0, *_values(taus)], start=1.0)
-            caption = (
-                f"Acceptance length against the node budget; the chain with the same drafter at the left. {heading}."
-            )
+            y = linear("τ, tokens per target forward", [1.0, *_values(taus)], start=1.0)
+            caption = f"Acceptance length; at the left the chain with the same drafter. {heading}."
             found.append(Figure("tau against budget", caption, line_chart("tau against budget", x, y, taus)))
         if gains:
             y = linear("times the speed of AR", [0.0, 1.0, *_values(gains)], start=0.0)
@@ -242,7 +240,7 @@ def logarithmic(label: str, values: Iterable[float]) -> Axis:
     low, high = min(held) / 1.3, max(held) * 1.3
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
-    return Axis(label, low, high, tuple((t, trim(t)) for t in ticks), log=True)
+    return Axis(label, low, high, tuple((t, f"{t:g}") for t in ticks), log=True)
 
 
 def line_chart(

@@ -158,7 +158,8 @@ def _group(node: Node, kind: str, text: str, facts: str, side: str, style: str) 
     shown = escape(shown_text(text))
     return (
         f'<g class="{kind.strip()}" tabindex="-1" data-i="{node.number}" data-p="{node.parent}" data-t="{shown}" '
-        f'data-f="{escape(facts)}" transform="translate({node.x:g} {node.y:g})"{style}><title>{shown}: {escape(facts)}</title>'
+        f'data-f="{escape(facts)}" transform="translate({node.x:g} {node.y:g})"{style}>'
+        f"<title>{shown}: {escape(facts)}</title>"
         f'<rect width="{BOX}" height="{HIGH}" rx="4"/><text x="6" y="13">{escape(clipped(text))}</text>'
         f'<text class="score" x="{BOX - 5}" y="13" text-anchor="end">{escape(side)}</text></g>'
     )
