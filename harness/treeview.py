@@ -145,7 +145,7 @@ def _box(tree: RecordedTree, node: Node, kind: str) -> str:
         if score is not None and before is not None:
             parts.append(f"of this step {_percent(score - before)}")
     parts.append("root" if i == 0 else "accepted" if kind else "not accepted")
-    weak = "" if i == 0 or kind or score is None else f' style="opacity:{0.45 + 0.55 * math.exp(score / 4):.2f}"'
+    weak = "" if i == 0 or kind or score is None else f' style="opacity:{0.6 + 0.4 * math.exp(score / 4):.2f}"'
     return _group(node, f"n {kind}", text, ", ".join(parts), told if i else "root", weak)
 
 
