@@ -25,6 +25,7 @@ from kdtr.payloads import BLOCK
 from kdtr.prefix import kind_is_legal
 
 SMALL: Final = 1 << 12  # below this a copy is cheaper than a view
+LARGE: Final = 1 << 15  # from here on a system call is cheaper than a copy
 
 
 class Writer:
@@ -195,7 +196,7 @@ class Writer:
         """Write a block, or collect it with its neighbours if it is small."""
         run = self._run
         gap = offset - self._run_start - len(run)
-        if len(data) >= BLOCK:
+        if len(data) >= LARGE:
             self._pwrite(memoryview(data), offset)
         elif 0 <= gap < PAYLOAD_ALIGN and len(run) + gap + len(data) <= BLOCK:
             run += bytes(gap)
