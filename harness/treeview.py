@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from html import escape
 
 from harness.records import RecordedTree, Row
-from harness.stats import trim
 from harness.tables import Measured, arm_label, visible_text
 
 BOX, PITCH, ROW, HIGH = 118, 142, 23, 18  # width of a node, distance of depths, distance of leaves, height of a node
@@ -136,7 +135,7 @@ def _box(tree: RecordedTree, node: Node, kind: str) -> str:
     """A node: its text at the left, its score at the right. data-*: for the script; the title: for the mouse."""
     i = node.number
     text, score = tree.texts[i], tree.scores[i]
-    told = "n/a" if score is None else trim(score, 0.01)
+    told = "n/a" if score is None else f"{round(score, 2) + 0.0:.2f}"
     parts = [f"token {tree.tokens[i]}", f"depth {tree.depths[i]}"]
     if i:
         parts += [f"node {i} in order of choice", f"score {told}"]
@@ -145,7 +144,7 @@ def _box(tree: RecordedTree, node: Node, kind: str) -> str:
         if score is not None and before is not None:
             parts.append(f"of this step {_percent(score - before)}")
     parts.append("root" if i == 0 else "accepted" if kind else "not accepted")
-    weak = "" if i == 0 or kind or score is None else f' style="opacity:{0.6 + 0.4 * math.exp(score / 4):.2f}"'
+    weak = "" if i == 0 or kind or score is None else f' style="opacity:{0.7 + 0.3 * math.exp(score / 4):.2f}"'
     return _group(node, f"n {kind}", text, ", ".join(parts), told if i else "root", weak)
 
 

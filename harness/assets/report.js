@@ -98,6 +98,9 @@
       round.open = i === chosen;
     });
     list.value = chosen;
+    const goal = rounds[chosen].querySelector(".n.bonus").getBoundingClientRect();
+    const frame = rounds[chosen].querySelector(".scroll");
+    frame.scrollTop += goal.y - frame.getBoundingClientRect().y - frame.clientHeight / 2;
   };
   list.addEventListener("change", () => show(Number(list.value)));
   const step = (by, text) => {

@@ -80,11 +80,14 @@ def test_accepted_with_or_without_the_root_and_none():
     nothing = groups(draw(tree(accepted=(0,))))
     assert nothing["-1"].get("data-p") == "0"
     assert nothing["2"].get("class") == "n"
+    nodes = {node.number: node for node in layout(tree(accepted=(0,)))}
+    assert nodes[-1].y < nodes[1].y < nodes[2].y  # the bonus token stands above the children that it beat
 
 
 def test_a_score_that_is_no_number():
-    drawn = groups(draw(tree(scores=(0.0, float("nan"), float("-inf"), -1.0))))
-    assert [text.text for text in drawn["1"].iter(f"{SVG}text")][1] == "n/a"
+    row = decode("x", "ddtree-b7", 0.5, trees=(tree(scores=(0.0, float("nan"), float("-inf"), -0.001)),))
+    drawn = groups(draw(row.trees[0]))
+    assert [[text.text for text in drawn[i].iter(f"{SVG}text")][1] for i in "123"] == ["n/a", "n/a", "0.00"]
 
 
 @pytest.mark.parametrize(
