@@ -111,7 +111,7 @@ def _compact() -> GoldenFile:
             _move(file, f"{name}_p{prefix}", prefix, path, capacity=prefix + 34)
         for prefix in (0, 15, 16):
             _move(file, f"{name}_p{prefix}_paged", prefix, path, capacity=prefix + 34, block_size=16)
-    for index, (tree, choices) in enumerate(noisy_trees(SEED, 8, 50, 16, 64)):
+    for index, (tree, choices) in enumerate(noisy_trees(SEED, 4, 50, 16, 64)):
         path = accept(tree.tokens, tree.parents, choices).nodes.tolist()
         _move(file, f"noisy_{index}", 33 + index, path, capacity=108, block_size=8)
     return file

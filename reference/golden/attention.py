@@ -144,7 +144,7 @@ def _full() -> GoldenFile:
     for index, (heads, prefix, rows) in enumerate(sizes):
         seed = SEED + 100 + index
         parents = tree_parents(seed, rows)
-        pairs = np.stack([integers(seed, 10, rows, 24), integers(seed, 11, heads, 24)], axis=1)
+        pairs = np.stack([integers(seed, 10, rows, 12), integers(seed, 11, heads, 12)], axis=1)
         pairs[0], pairs[1] = (0, 0), (rows - 1, heads - 1)
         keys = full_keys(seed, prefix + rows)
         sees = visibility_of(parents)

@@ -115,5 +115,5 @@ def _random() -> GoldenFile:
     _add(file, "l15_flat_b200", _lists(41, 15, 200, 0.05), _ids(41, 15, 200, 4096), 200, prefix_length=63)
     _add(file, "l7_sharp_b200", _lists(42, 7, 200, 40.0), _ids(42, 7, 200, 4096), 200, prefix_length=64)
     _add(file, "l7_b1024", _lists(43, 7, 1024), _ids(43, 7, 1024, 163840), 1024, prefix_length=262143)
-    _add(file, "l31_b1024", _lists(45, 31, 256, 1.0), _ids(45, 31, 256, 163840), 1024, prefix_length=1000)
+    _add(file, "l31_b1024", _lists(45, 31, 128, 1.0), _ids(45, 31, 128, 163840), 1024, prefix_length=1000)
     return file
