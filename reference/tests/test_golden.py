@@ -55,7 +55,9 @@ def compare_case(name: str, case: str, actual: dict[str, np.ndarray]) -> None:
 
 
 def test_files_are_those_that_the_generator_makes(computed):
-    stored = {path.stem for path in FOLDER.glob("*.kdtr") if not path.stem.startswith(("drafter_lists", "ddtree_public"))}
+    stored = {
+        path.stem for path in FOLDER.glob("*.kdtr") if not path.stem.startswith(("drafter_lists", "ddtree_public"))
+    }
     assert stored == set(computed)
 
 
