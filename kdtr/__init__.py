@@ -24,10 +24,11 @@ from kdtr.container import Container, Fixture, Raw, open, read
 from kdtr.errors import KDTRError
 from kdtr.index import Index, TensorInfo, TensorSpec, Tolerance
 from kdtr.metadata import VERSION, provenance
-from kdtr.writer import Writer, save
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kdtr.writer import Writer, save
 
 __version__ = VERSION
 
@@ -54,6 +55,16 @@ __all__ = [
     "read",
     "save",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Writing is imported by who writes: most processes only read, and start faster for it."""
+    if name in ("Writer", "save"):
+        from kdtr import writer
+
+        globals().update(Writer=writer.Writer, save=writer.save)
+        return globals()[name]
+    raise AttributeError(f"module 'kdtr' has no attribute '{name}'")
 
 
 def include_dir() -> Path:
