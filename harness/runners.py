@@ -196,11 +196,11 @@ class _Run:
         """Tokens against plain decoding, accepted counts against the true output, trees against the reference's."""
         unit, result, truth = self.held[i], self.found[name][i], self.found[AR.name][i].tokens
         target = self.bench.pair.target
-        label = f"{unit.prompt.set}/{unit.prompt.id}"
+        label = unit.prompt.id
         if name == AR.name:
             yield check_one_pass(label, target, unit.prompt.tokens, truth, unit.sampling)
             return
-        yield check_tokens(
+        tokens = check_tokens(
             label,
             truth,
             result.tokens,
@@ -214,7 +214,9 @@ class _Run:
                 stop_tokens=tuple(sorted(self.bench.pair.stop_tokens)),
             ),
         )
-        yield check_accepted(label, truth, result.rounds, seed=unit.sampling.seed)
+        yield tokens
+        # Where rounding turned a choice, all that follows is another true output: the one that was decoded.
+        yield check_accepted(label, result.tokens if tokens.near else truth, result.rounds, seed=unit.sampling.seed)
         for number, done in enumerate(result.rounds):
             if done.trace is not None and done.trace.lists is not None:
                 lists, tree = done.trace.lists, done.trace.tree
@@ -259,8 +261,9 @@ class _Run:
             result = self._decode(self.arms[name], self.held[0])
             around = clock.seconds(start, clock.mark()) - result.prefill_seconds
             stages = stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
-            truth = self.found[AR.name][0].tokens
-            check = check_tokens(self.held[0].prompt.id, truth, result.tokens, seed=self.held[0].sampling.seed)
+            unit, truth = self.held[0], self.found[AR.name][0].tokens
+            margin = target_margin(self.bench.pair.target, unit.prompt.tokens, np.array(truth), unit.sampling)
+            check = check_tokens(unit.prompt.id, truth, result.tokens, seed=unit.sampling.seed, margin=margin)
             parity = combine(AR.name, [check])
             yield self.bench.row(
                 self.case,
@@ -289,7 +292,7 @@ class _Run:
         assert done.trace is not None
         tree, text = done.trace.tree, self.bench.text
         return RecordedTree(
-            prompt=f"{self.held[i].prompt.set}/{self.held[i].prompt.id}",
+            prompt=self.held[i].prompt.id,
             round=number,
             tokens=tuple(tree.tokens.tolist()),
             texts=tuple(text(token) for token in tree.tokens.tolist()),
