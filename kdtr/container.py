@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from kdtr.dtypes import Bytes
 from kdtr.errors import FileIOError, MetaError, NotFoundError, TensorTypeError
-from kdtr.format import PAYLOAD_ALIGN
 from kdtr.index import Index
 from kdtr.metadata import decode_meta, meta_problems
-from kdtr.payloads import PayloadReader, Progress
+from kdtr.payloads import PayloadReader, Progress, aligned
 from kdtr.prefix import pread, read_prefix
 
 PathLike = str | os.PathLike[str]
@@ -150,9 +149,7 @@ class Container(Mapping[str, npt.NDArray[Any]]):
         """
         size = self.file_size - self.data_off
         if out is None:
-            memory = np.empty(size + PAYLOAD_ALIGN, np.uint8)
-            start = -memory.ctypes.data % PAYLOAD_ALIGN
-            out = memory[start : start + size]
+            out = aligned(size)
         elif out.dtype != np.uint8 or out.shape != (size,) or not (out.flags.c_contiguous and out.flags.writeable):
             raise TensorTypeError(
                 f"out is {out.dtype} {out.shape}, must be a writable contiguous array of {size} u8", path=self.path

@@ -15,12 +15,26 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from kdtr import dtypes
 from kdtr.dtypes import Bytes, DType
 from kdtr.errors import DataSumError, DataValueError, FileIOError, PaddingError, TensorTypeError, TruncatedError
+from kdtr.format import PAYLOAD_ALIGN
 from kdtr.index import Index
 from kdtr.prefix import pread
 
 BLOCK: Final = 1 << 18  # fits the second-level cache
+HUGE_PAGE: Final = 1 << 21
+LARGE: Final = 1 << 22  # NumPy asks for huge pages from here on
 
 Progress = Callable[[int], object]
+
+
+def aligned(size: int) -> Bytes:
+    """New memory of `size` bytes, aligned for a device copy; large memory to huge pages, which NumPy asks for.
+
+    Only whole huge pages count: reading is a third faster for it. What lies before the boundary is never touched.
+    """
+    boundary = PAYLOAD_ALIGN if size < LARGE else HUGE_PAGE
+    memory = np.empty(size + boundary, np.uint8)
+    start = -memory.ctypes.data % boundary
+    return memory[start : start + size]
 
 
 class Payload(NamedTuple):
@@ -171,8 +185,11 @@ class PayloadReader:
     def _target(self, row: int, payload: Payload) -> tuple[npt.NDArray[Any], Bytes]:
         """Memory for a payload, as an array and as bytes; for packed types both are the packed bytes."""
         kind = self.numpy(row, payload.dtype)
-        array = np.empty(payload.size, np.uint8) if payload.dtype.packed else np.empty(payload.shape, kind)
-        return array, array.reshape(-1).view(np.uint8)
+        if payload.size < LARGE:
+            array = np.empty(payload.size, np.uint8) if payload.dtype.packed else np.empty(payload.shape, kind)
+            return array, array.reshape(-1).view(np.uint8)
+        out = aligned(payload.size)
+        return (out if payload.dtype.packed else out.view(kind).reshape(payload.shape)), out
 
     def _read(self, row: int, payload: Payload, out: Bytes) -> None:
         if not self._sum(row, payload, out, lambda _: None):
