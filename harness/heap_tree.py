@@ -17,6 +17,7 @@ from harness.environment import CHECKOUT
 from reference.topk import DraftError
 
 SOURCE = CHECKOUT / "engine" / "cuda" / "common" / "heap_tree.cpp"
+HEADER = CHECKOUT / "engine" / "cuda" / "include" / "kdtree_heap_tree.h"
 CACHE = CHECKOUT / "build" / "harness"
 FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
 FAULTS = {  # kdtree_list_status
@@ -44,7 +45,7 @@ class CompilerError(RuntimeError):
 
 
 class _Args(ctypes.Structure):
-    """kdtree_heap_tree_args of heap_tree.h."""
+    """kdtree_heap_tree_args of kdtree_heap_tree.h."""
 
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
@@ -71,14 +72,17 @@ def compile_library(cache: Path = CACHE, flags: tuple[str, ...] = FLAGS) -> Path
     if program is None:
         raise CompilerError(f"no C++ compiler ({os.environ.get('CXX') or 'g++'} is not on PATH)")
     version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
-    parts = [SOURCE.read_bytes(), SOURCE.with_suffix(".h").read_bytes(), repr(flags).encode(), version]
+    parts = [SOURCE.read_bytes(), HEADER.read_bytes(), repr(flags).encode(), version]
     key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
     library = cache / f"heap_tree-{key}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
         done = subprocess.run(
-            [program, *flags, str(SOURCE), "-o", str(partial)], capture_output=True, check=False, text=True
+            [program, *flags, f"-I{HEADER.parent}", str(SOURCE), "-o", str(partial)],
+            capture_output=True,
+            check=False,
+            text=True,
         )
         if done.returncode != 0:
             partial.unlink(missing_ok=True)

@@ -1,11 +1,11 @@
 // Best-first tree with a binary heap. Candidates are ordered by (score descending, rank tuple ascending); a rank tuple
 // is the parent node's path of ranks and one rank more, so it is compared only where scores tie.
 
-#include "heap_tree.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+
+#include "kdtree_heap_tree.h"
 
 namespace {
 

@@ -3,11 +3,17 @@
  * C99. No call allocates, throws, prints or keeps state: one call per thread at a time with a workspace of its own.
  * Times and results of this builder are what a GPU builder is compared with.
  */
-#ifndef KDTREE_COMMON_HEAP_TREE_H_
-#define KDTREE_COMMON_HEAP_TREE_H_
+#ifndef KDTREE_HEAP_TREE_H_
+#define KDTREE_HEAP_TREE_H_
 
 #include <stddef.h>
 #include <stdint.h>
+
+#if defined(__GNUC__)
+#define KDTREE_API __attribute__((visibility("default")))
+#else
+#define KDTREE_API
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -74,12 +80,12 @@ typedef struct kdtree_heap_tree_args {
 } kdtree_heap_tree_args;
 
 /* Bytes that kdtree_heap_tree needs, for any number of requests; 0 if a size is out of range. */
-size_t kdtree_heap_tree_workspace(int32_t depth_limit, int32_t width, int32_t budget);
+KDTREE_API size_t kdtree_heap_tree_workspace(int32_t depth_limit, int32_t width, int32_t budget);
 
-kdtree_heap_tree_result kdtree_heap_tree(const kdtree_heap_tree_args* args);
+KDTREE_API kdtree_heap_tree_result kdtree_heap_tree(const kdtree_heap_tree_args* args);
 
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
 
-#endif /* KDTREE_COMMON_HEAP_TREE_H_ */
+#endif /* KDTREE_HEAP_TREE_H_ */
