@@ -1,1 +1,1 @@
-"""The CUDA engine: its build (`python -m engine build`), C ABI and operations. Importing it touches no CUDA, no CuPy."""
+"""The CUDA engine: build (`python -m engine build`), C ABI, operations. Importing it touches no CUDA and no CuPy."""
