@@ -14,13 +14,14 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from engine import sources
 from engine.sources import Source
-from engine.toolkit import BuildError, Toolkit, find
+from engine.toolkit import BuildError as BuildError
+from engine.toolkit import Toolkit, find
 
 CACHE = sources.CHECKOUT / "build" / "engine"
 HOST_NAME = "libkdtree_engine_host.so"
@@ -32,6 +33,7 @@ SANITIZERS = {
     "thread": ("-O1", "-fsanitize=thread"),
     "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 }
+CUDA_LINK = ("-cudart=static", "-nodlink")  # no relocatable device code: nothing of the device's to link
 Sanitizer = Literal["none", "thread", "address"]
 
 
@@ -60,6 +62,51 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One run of a compiler: `command` and then `path` is what is run; what it prints is kept in a .log beside it."""
+
+    command: tuple[str, ...]
+    path: Path
+
+    def run(self) -> bool:
+        """Make `path` unless it exists; whether it had to be made. Raises BuildError with the compiler's output."""
+        if self.path.exists():
+            return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        done = subprocess.run([*self.command, str(partial)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            partial.unlink(missing_ok=True)
+            raise BuildError(f"{' '.join((*self.command, self.path.name))}\n{done.stdout}{done.stderr}".rstrip())
+        self.path.with_name(f"{self.path.name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+        partial.replace(self.path)
+        return True
+
+    def log(self) -> str:
+        return self.path.with_name(f"{self.path.name}.log").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be made for one file. targets: of a CUDA library, what it is to hold."""
+
+    objects: dict[str, Step]
+    link: Step
+    cache: Path
+    targets: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return self.link.path
+
+    def run(self, jobs: int | None = None) -> Built:
+        """Make what is not there yet. jobs: compilers at a time, None: one a core. Raises BuildError."""
+        with _alone(self.cache), ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+            made = sum(pool.map(Step.run, self.objects.values())) + self.link.run()
+        return Built(self.path, {name: step.log() for name, step in self.objects.items()}, made)
+
+
+@dataclass(frozen=True)
 class Built:
     """A finished file, what the compilers printed for each source, and how many files had to be made for it."""
 
@@ -79,41 +126,32 @@ def library(kind: str) -> Path:
 
 def host_library() -> Path:
     """Kernels as a shared library whose C ABI takes host pointers. Raises BuildError."""
-    return build_host().path
+    return plan_host().run().path
 
 
 def cuda_library(architectures: Sequence[str] | None = None) -> Path:
     """The engine for these architectures (None: $KDTREE_CUDA_ARCH, else all). Raises BuildError, ToolkitError."""
-    return build_cuda(architectures).path
+    return plan_cuda(architectures).run().path
 
 
-def build_host(cache: Path = CACHE, list_file: Path = sources.LIST, jobs: int | None = None) -> Built:
+def plan_host(cache: Path = CACHE, list_file: Path = sources.LIST) -> Plan:
     listed = sources.of_stage(sources.read(list_file), "host", "kernel")
-    return _link(listed, host_recipe(), HOST_NAME, ("-shared", "-Wl,-z,defs"), cache, jobs)
+    return _plan(listed, host_recipe(), HOST_NAME, ("-shared", "-Wl,-z,defs"), cache)
 
 
-def build_cuda(
-    architectures: Sequence[str] | None = None,
-    cache: Path = CACHE,
-    list_file: Path = sources.LIST,
-    jobs: int | None = None,
-) -> Built:
+def plan_host_program(
+    test: Source, sanitizer: Sanitizer = "none", cache: Path = CACHE, list_file: Path = sources.LIST
+) -> Plan:
+    """A test of kernels as a program that runs on the CPU."""
+    listed = sources.of_stage(sources.read(list_file), "host", "kernel")
+    return _plan((*listed, test), host_recipe(sanitizer), test.path.stem, (), cache)
+
+
+def plan_cuda(architectures: Sequence[str] | None = None, cache: Path = CACHE, list_file: Path = sources.LIST) -> Plan:
     chosen = tuple(architectures or sources.architectures(os.environ.get("KDTREE_CUDA_ARCH")))
     listed = sources.of_stage(sources.read(list_file), "kernel", "engine")
-    recipe = cuda_recipe(find(), chosen, listed)
-    return _link(listed, recipe, CUDA_NAME, ("-shared", "-Xlinker", "-z,defs"), cache, jobs)
-
-
-def host_program(
-    test: Source,
-    sanitizer: Sanitizer = "none",
-    cache: Path = CACHE,
-    list_file: Path = sources.LIST,
-    jobs: int | None = None,
-) -> Built:
-    """A test of kernels as a program that runs on the CPU. Raises BuildError."""
-    listed = sources.of_stage(sources.read(list_file), "host", "kernel")
-    return _link((*listed, test), host_recipe(sanitizer), test.path.stem, (), cache, jobs)
+    plan = _plan(listed, cuda_recipe(find(), chosen, listed), CUDA_NAME, ("-shared", "-Xlinker", "-z,defs"), cache)
+    return replace(plan, targets=all_targets(chosen, listed))
 
 
 def host_recipe(sanitizer: Sanitizer = "none") -> Recipe:
@@ -128,54 +166,35 @@ def host_recipe(sanitizer: Sanitizer = "none") -> Recipe:
 
 def cuda_recipe(toolkit: Toolkit, architectures: tuple[str, ...], listed: Iterable[Source]) -> Recipe:
     """Strict rounding: no fast-math, and a*b+c is fused only where the source says fma."""
-    made = dict.fromkeys(t for source in listed for t in sources.targets(architectures, source.wgmma))
-    names = sorted(made, key=lambda t: (t.startswith("ptx"), int(t.partition("_")[2].rstrip("a")), t))
     flags = (
         *("-std=c++17", "-O3", "-fmad=false", "-lineinfo", "-Xptxas", "-v"),
         *("-Xcompiler", ",".join((*WARNINGS, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"))),
-        f'-DKDTREE_ARCHITECTURES="{" ".join(names)}"',
+        f'-DKDTREE_ARCHITECTURES="{" ".join(all_targets(architectures, listed))}"',
     )
     host = os.environ.get("CXX") or "g++"
-    flags = (*(("-ccbin", host) if "CXX" in os.environ else ()), *flags)
+    compiler = ("-ccbin", host) if "CXX" in os.environ else ()
     identity = f"{toolkit.version}\n{_output([host, '--version']) if shutil.which(host) else ''}"
-    return Recipe("cuda", str(toolkit.nvcc), flags, ("-cudart=static",), identity, architectures)
+    return Recipe("cuda", str(toolkit.nvcc), (*compiler, *flags), (*compiler, *CUDA_LINK), identity, architectures)
 
 
-def _link(
-    listed: Iterable[Source], recipe: Recipe, name: str, options: tuple[str, ...], cache: Path, jobs: int | None
-) -> Built:
-    listed = tuple(listed)
-    with _alone(cache), ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(lambda source: _object(source, recipe, cache / "objects"), listed))
-        command = (recipe.program, *options, *(str(built.path) for built in objects), *recipe.link, "-o")
-        path = cache / f"{recipe.name}-{_key(recipe, command)}" / name
-        made = _make(command, path)
-    logs = {source.path.name: _log(built.path) for source, built in zip(listed, objects, strict=True)}
-    return Built(path, logs, made + sum(built.made for built in objects))
+def all_targets(architectures: Iterable[str], listed: Iterable[Source]) -> tuple[str, ...]:
+    """What a library of these sources holds, as it says of itself: "sm_90", "sm_90a", "ptx_80"."""
+    kinds = sorted({source.wgmma for source in listed})
+    return tuple(dict.fromkeys(t for word in architectures for kind in kinds for t in sources.targets((word,), kind)))
 
 
-def _object(source: Source, recipe: Recipe, folder: Path) -> Built:
-    if not source.path.is_file():
-        raise BuildError(f"{source.path.relative_to(sources.CHECKOUT)} is in sources.txt but does not exist")
-    command = recipe.command(source)
-    contents = (file.read_bytes() for file in sources.with_headers(source.path))
-    path = folder / f"{source.path.stem}-{recipe.name}-{_key(recipe, command, contents)}.o"
-    return Built(path, {}, _make(command, path))
-
-
-def _make(command: Sequence[str], path: Path) -> int:
-    """Run `command` for `path` unless that exists; what it prints is kept beside it. Returns how often it ran."""
-    if path.exists():
-        return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    done = subprocess.run([*command, str(partial)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        partial.unlink(missing_ok=True)
-        raise BuildError(f"{' '.join((*command, path.name))}\n{done.stdout}{done.stderr}".rstrip())
-    path.with_name(f"{path.name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
-    partial.replace(path)
-    return 1
+def _plan(listed: Iterable[Source], recipe: Recipe, name: str, options: tuple[str, ...], cache: Path) -> Plan:
+    objects = {}
+    for source in listed:
+        if not source.path.is_file():
+            raise BuildError(f"{source.path} is in the list of sources but does not exist")
+        command = recipe.command(source)
+        contents = (file.read_bytes() for file in sources.with_headers(source.path))
+        key = _key(recipe, command, contents)
+        path = cache / "objects" / f"{source.path.stem}-{recipe.name}-{key}.o"
+        objects[source.path.name] = Step(command, path)
+    command = (recipe.program, *options, *(str(step.path) for step in objects.values()), *recipe.link, "-o")
+    return Plan(objects, Step(command, cache / f"{recipe.name}-{_key(recipe, command)}" / name), cache)
 
 
 def _key(recipe: Recipe, command: Sequence[str], contents: Iterable[bytes] = ()) -> str:
@@ -183,10 +202,6 @@ def _key(recipe: Recipe, command: Sequence[str], contents: Iterable[bytes] = ())
     for part in (recipe.identity.encode(), *map(str.encode, command), *contents):
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:16]
-
-
-def _log(path: Path) -> str:
-    return path.with_name(f"{path.name}.log").read_text(encoding="utf-8")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 CUDA = CHECKOUT / "engine" / "cuda"
 LIST = CUDA / "sources.txt"
 INCLUDES = (CUDA, CUDA / "include", CHECKOUT / "kdtr" / "include")
-STAGES = ("host", "kernel", "engine", "ktest", "etest", "demo")
+STAGES = ("host", "kernel", "engine", "ktest", "bench", "etest", "demo")
 # As CMake spells them: a number is code for that architecture alone, -virtual is PTX for it and all later ones.
 ARCHITECTURES = ("90", "100", "120", "80-virtual")
 
