@@ -1,0 +1,346 @@
+// Lists -> tree: the best-first tree of each request, one block a request, bit for bit that of reference/tree.py.
+//
+// tree_lists.h checks the lists and decides the route, tree_parallel.h and tree_serial.h find the nodes and their
+// order, this file writes them out: tokens, links, paths, visibility words, positions.
+
+#include "common/error.h"
+#include "kernels/tree_parallel.h"
+#include "kernels/tree_serial.h"
+
+namespace kdtree {
+namespace {
+
+// The nodes of one request as the routes leave them: node i (1..count) is expanded index order[i - 1].
+struct Found {
+  int count;
+  int expanded;  // nodes in the scratch
+  int route;
+  double unit;  // score of a cost of 1, negative
+};
+
+struct Output {
+  const kdtree_tree_build_args& a;
+  size_t request;
+  size_t rows = static_cast<size_t>(a.budget) + 1;
+
+  template <typename T>
+  __device__ T* block(T* array, size_t columns = 1) const {
+    return array == nullptr ? nullptr : array + request * rows * columns;
+  }
+};
+
+// Score of a node that costs nothing, with the sign of zero that the contract's order of operations gives.
+__device__ double zero_score(const Lists& lists, const TreeScratch& s, int node) {
+  int path[KDTREE_MAX_DEPTH];
+  const int depth = s.depths[node];
+  for (int d = depth, up = node; d >= 0; --d, up = s.parents[up]) path[d] = s.ranks[up];
+  double score = 0;
+  for (int d = 0; d <= depth; ++d) {
+    const double first = static_cast<double>(lists.at(d, 0));
+    score = d == 0 ? first : score + first;
+    for (int r = 0; r < path[d]; ++r)
+      score = (score - static_cast<double>(lists.at(d, r))) + static_cast<double>(lists.at(d, r + 1));
+  }
+  return score;
+}
+
+__device__ double score_of(const Lists& lists, const TreeScratch& s, const Found& found, const double* serial,
+                           int node) {
+  if (found.route == KDTREE_ROUTE_SERIAL) return serial[node];
+  return s.costs[node] == 0 ? zero_score(lists, s, node) : static_cast<double>(s.costs[node]) * found.unit;
+}
+
+// Node number of an expanded index; 0: the root, -1: not in the tree.
+__device__ int node_of(const TreeScratch& s, const Found& found, int index) {
+  if (index == kNone) return 0;
+  return s.places[index] < found.count ? s.places[index] + 1 : -1;
+}
+
+__device__ int first_child(const TreeScratch& s, const Found& found, int index) {
+  const int child = index == kNone ? 0 : s.starts[index];
+  if (child >= found.expanded || s.parents[child] != index) return -1;
+  return node_of(s, found, child);
+}
+
+__device__ int next_sibling(const TreeScratch& s, const Found& found, int index) {
+  if (found.route == KDTREE_ROUTE_SERIAL) {
+    const uint32_t next = s.costs[index];
+    return next == kNone ? -1 : node_of(s, found, static_cast<int>(next));
+  }
+  const int next = index + 1;
+  return next < found.expanded && s.parents[next] == s.parents[index] ? node_of(s, found, next) : -1;
+}
+
+__device__ void write_nodes(const Output& out, const Lists& lists, const TreeScratch& s, const Found& found,
+                            const double* serial) {
+  const kdtree_tree_build_args& a = out.a;
+  const int prefix = a.prefix_lengths != nullptr ? a.prefix_lengths[out.request] : 0;
+  int32_t* const positions = out.block(a.positions);
+  int32_t* const children = out.block(a.first_child);
+  int32_t* const siblings = out.block(a.next_sibling);
+  for (int i = threadIdx.x; i <= a.budget; i += blockDim.x) {
+    int token = 0, parent = -1, depth = 0, rank = 0, position = 0, child = -1, sibling = -1;
+    double score = 0;
+    if (i == 0) {
+      token = a.root_tokens != nullptr ? a.root_tokens[out.request] : 0;
+      position = prefix;
+      if (found.count > 0) child = first_child(s, found, kNone);
+    } else if (i <= found.count) {
+      const int node = s.order[i - 1], d = s.depths[node];
+      rank = s.ranks[node];
+      token = lists.id(d, rank);
+      parent = node_of(s, found, s.parents[node]);
+      depth = d + 1;
+      position = prefix + depth;
+      score = score_of(lists, s, found, serial, node);
+      if (children != nullptr) child = first_child(s, found, node);
+      if (siblings != nullptr) sibling = next_sibling(s, found, node);
+    }
+    out.block(a.tokens)[i] = token;
+    out.block(a.parents)[i] = parent;
+    out.block(a.depths)[i] = depth;
+    out.block(a.ranks)[i] = rank;
+    out.block(a.scores)[i] = score;
+    if (positions != nullptr) positions[i] = position;
+    if (children != nullptr) children[i] = child;
+    if (siblings != nullptr) siblings[i] = sibling;
+  }
+}
+
+__device__ void write_paths(const Output& out, const TreeScratch& s, const Found& found) {
+  const int columns = out.a.depth_limit + 1;
+  int32_t* const paths = out.block(out.a.paths, columns);
+  if (paths == nullptr) return;
+  for (int i = threadIdx.x; i <= out.a.budget; i += blockDim.x) {
+    int32_t* const row = paths + static_cast<size_t>(i) * columns;
+    int length = i == 0 ? 1 : 0;
+    if (i > 0 && i <= found.count) {
+      const int node = s.order[i - 1];
+      length = s.depths[node] + 2;
+      for (int d = length - 1, up = node; d > 0; --d, up = s.parents[up]) row[d] = s.places[up] + 1;
+    }
+    if (length > 0) row[0] = 0;
+    for (int d = length; d < columns; ++d) row[d] = -1;
+  }
+}
+
+__device__ void write_visibility(const Output& out, const TreeScratch& s, const Found& found) {
+  const int words = static_cast<int>(ceil_div(static_cast<int64_t>(out.rows), 32));
+  uint32_t* const visibility = out.block(out.a.visibility, words);
+  if (visibility == nullptr) return;
+  for (int i = threadIdx.x; i < static_cast<int>(out.rows) * words; i += blockDim.x) {
+    const int row = i / words, word = i % words;
+    uint32_t bits = 0;
+    if (row <= found.count && word <= row / 32) {
+      if (word == 0) bits = 1;  // the root
+      if (row > 0)
+        for (int up = s.order[row - 1]; up != kNone; up = s.parents[up]) {
+          const int node = s.places[up] + 1;
+          if (node / 32 == word) bits |= 1u << node % 32;
+          if (node / 32 < word) break;  // ancestors have smaller numbers
+        }
+    }
+    visibility[i] = bits;
+  }
+}
+
+// Finds the nodes by threshold; count -1 where no threshold cuts near the budget.
+__device__ Found find_in_parallel(const Lists& lists, const ListFacts& facts, int budget, int reach,
+                                  const TreeScratch& s, BlockScan& scan) {
+  __shared__ Frontier frontier;
+  __shared__ float level[2][kBins], all[kBins];
+  __shared__ uint32_t answer;
+  const TreeSizes sizes(budget);
+  const double unit = facts.low_bit == 1000 ? 1.0 : power_of_two(facts.low_bit);
+  const size_t counts_bytes = static_cast<size_t>(lists.depths) * kBins * sizeof(int);
+  const int near_ranks =
+      min(reach, static_cast<int>((s.rest_bytes - counts_bytes) / (sizeof(uint32_t) * lists.depths)));
+  int* const counts = reinterpret_cast<int*>(s.rest);
+  uint32_t* const near = reinterpret_cast<uint32_t*>(s.rest + counts_bytes);
+  const Costs costs{lists, facts.lengths, facts.low_bit == 1000 ? 1.0 : power_of_two(-facts.low_bit), near, near_ranks};
+
+  for (int i = threadIdx.x; i < lists.depths * near_ranks; i += blockDim.x) {
+    const int d = i / near_ranks, r = i % near_ranks;
+    near[i] = r < facts.lengths[d] ? costs.far(d, r) : kTooDear;
+  }
+  find_bound(costs, lists.depths, budget, &frontier);  // has a barrier at its end
+  Found found{-1, 0, KDTREE_ROUTE_PARALLEL, -unit};
+  if (frontier.bound >= kTooDear) return found;
+  const float nodes = frontier.all_nodes;
+  const int wanted = nodes < static_cast<float>(budget) ? static_cast<int>(nodes) : budget;
+  uint32_t high = static_cast<uint32_t>(frontier.bound), low = 0, threshold = high;
+  if (nodes > static_cast<float>(sizes.nodes))
+    threshold =
+        estimate(costs, frontier.depths, reach, high, 1.35f * static_cast<float>(budget), counts, level, all, &answer);
+  for (int tries = 0; tries < kMostTries; ++tries) {
+    const int expanded = expand(costs, frontier.depths, threshold, sizes.nodes, s, scan);
+    if (expanded >= wanted && expanded <= sizes.nodes) {
+      rank(s, expanded, threshold, wanted, sizes.buckets, reinterpret_cast<uint16_t*>(s.rest), scan);
+      found.count = wanted;
+      found.expanded = expanded;
+      return found;
+    }
+    __syncthreads();  // nobody reads this try's scratch any more
+    // Fewer than wanted cost at most low - 1; at least as many cost at most high.
+    if (expanded > sizes.nodes) {
+      if (threshold == low) break;  // one tie, wider than the room
+      high = threshold;
+    } else {
+      low = threshold + 1;
+    }
+    threshold = low + (high - low) / 2;
+  }
+  return found;
+}
+
+__global__ void __launch_bounds__(1024) tree_build_kernel(kdtree_tree_build_args a, size_t shared_bytes) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  __shared__ ListFacts facts;
+  __shared__ unsigned totals[2][kWarp];
+  __shared__ int serial_count;
+
+  const int request = static_cast<int>(blockIdx.x);
+  const int32_t* const before = a.before != nullptr ? a.before + 3 * request : nullptr;
+  const int depth_limit = a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
+  const int budget = a.budgets != nullptr ? a.budgets[request] : a.budget;
+  int code = KDTREE_REQUEST_OK, place = 0, detail = 0;
+  if (before != nullptr && before[0] != KDTREE_REQUEST_OK) {
+    code = before[0], place = before[1], detail = before[2];
+  } else if (depth_limit < 0 || depth_limit > a.depth_limit) {
+    code = KDTREE_REQUEST_OWN_SIZE, place = depth_limit, detail = a.depth_limit;
+  } else if (budget < 0 || budget > a.budget) {
+    code = KDTREE_REQUEST_OWN_SIZE, place = budget, detail = a.budget;
+  }
+
+  const size_t lists_at = static_cast<size_t>(request) * a.depth_limit * a.width;
+  const Lists lists{a.lp + lists_at, a.ids + lists_at, code == KDTREE_REQUEST_OK ? depth_limit : 0, a.width};
+  const TreeScratch scratch(shared, shared_bytes, a.budget);
+  facts.clear(static_cast<int>(threadIdx.x));
+  __syncthreads();
+  if (lists.depths > 0 && a.width > 0) {
+    look_at(lists, min(budget, a.width), a.vocab_size, a.checked != 0, &facts);
+    if (a.checked == 0) {
+      unsigned char* const space = shared;  // all of it: nothing else lies there yet
+      check_repeats(lists, reinterpret_cast<int*>(space), static_cast<int>(shared_bytes / sizeof(int)), &facts);
+    }
+    __syncthreads();
+    if (facts.fault != kNoFault) {
+      code = static_cast<int>(facts.fault & 15u);
+      place = static_cast<int>(facts.fault >> 16) + 1;
+      detail = static_cast<int>(facts.fault >> 4 & 0xfffu);
+    }
+  }
+
+  Found found{0, 0, KDTREE_ROUTE_NONE, 0};
+  SerialTree serial(scratch, a.budget);
+  if (code == KDTREE_REQUEST_OK && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
+    BlockScan scan(totals);
+    found.count = -1;
+    if (sums_are_exact(facts, lists.depths))
+      found = find_in_parallel(lists, facts, budget, min(budget, a.width), scratch, scan);
+    if (found.count < 0) {
+      __syncthreads();
+      if (warp_id() == 0) {
+        const int count = serial.build(lists, facts.lengths, budget);
+        if (lane_id() == 0) serial_count = count;
+      }
+      __syncthreads();
+      found = Found{serial_count, serial_count, KDTREE_ROUTE_SERIAL, 0};
+    }
+  }
+
+  const Output out{a, static_cast<size_t>(request)};
+  write_nodes(out, lists, scratch, found, serial.scores);
+  write_paths(out, scratch, found);
+  write_visibility(out, scratch, found);
+  if (threadIdx.x == 0) {
+    a.node_count[request] = found.count;
+    if (a.route != nullptr) a.route[request] = found.route;
+    a.status[3 * request] = code;
+    a.status[3 * request + 1] = place;
+    a.status[3 * request + 2] = detail;
+  }
+}
+
+kdtree_status check(const kdtree_tree_build_args& a) {
+  Arguments arguments("kdtree_tree_build");
+  arguments.version(a.struct_size, sizeof(a))
+      .range("requests", a.requests, 1, KDTREE_MAX_REQUESTS)
+      .range("depth_limit", a.depth_limit, 0, KDTREE_MAX_DEPTH)
+      .range("width", a.width, 0, KDTREE_MAX_BUDGET)
+      .range("budget", a.budget, 0, KDTREE_MAX_BUDGET)
+      .range("vocab_size", a.vocab_size, 0, INT32_MAX)
+      .range("checked", a.checked, 0, 1)
+      .range("shared_memory_limit", a.shared_memory_limit, 0, INT32_MAX);
+  const bool lists = a.depth_limit > 0 && a.width > 0;
+  arguments.array("lp", a.lp, 4, lists).array("ids", a.ids, 4, lists);
+  arguments.array("root_tokens", a.root_tokens, 4, false)
+      .array("prefix_lengths", a.prefix_lengths, 4, false)
+      .array("depth_limits", a.depth_limits, 4, false)
+      .array("budgets", a.budgets, 4, false)
+      .array("before", a.before, 4, false)
+      .array("node_count", a.node_count, 4)
+      .array("tokens", a.tokens, 4)
+      .array("parents", a.parents, 4)
+      .array("depths", a.depths, 4)
+      .array("ranks", a.ranks, 4)
+      .array("scores", a.scores, 8)
+      .array("positions", a.positions, 4, false)
+      .array("visibility", a.visibility, 4, false)
+      .array("paths", a.paths, 4, false)
+      .array("first_child", a.first_child, 4, a.next_sibling != nullptr)
+      .array("next_sibling", a.next_sibling, 4, a.first_child != nullptr)
+      .array("route", a.route, 4, false)
+      .array("status", a.status, 4);
+  return arguments.status();
+}
+
+}  // namespace
+}  // namespace kdtree
+
+using namespace kdtree;
+
+extern "C" size_t kdtree_tree_build_workspace(int32_t, int32_t, int32_t, int32_t) { return 0; }
+
+extern "C" kdtree_status kdtree_tree_build(const kdtree_tree_build_args* args) {
+  if (args == nullptr) return fail(KDTREE_POINTER, "kdtree_tree_build: args is NULL");
+  const kdtree_tree_build_args& a = *args;
+  KDTREE_RETURN_IF_FAILED(check(a));
+  const TreeSizes sizes(a.budget);
+  const int reach = a.width < a.budget ? a.width : a.budget;
+  const size_t fixed = TreeScratch::fixed_bytes(a.budget);
+  const size_t least = fixed + least_rest(a.depth_limit, a.width, a.budget);
+  const size_t counts = static_cast<size_t>(a.depth_limit) * kBins * sizeof(int);
+  const size_t whole = fixed + counts + static_cast<size_t>(a.depth_limit) * reach * sizeof(uint32_t);
+  size_t most = kMostShared;
+  if (a.shared_memory_limit > 0 && static_cast<size_t>(a.shared_memory_limit) < most)
+    most = static_cast<size_t>(a.shared_memory_limit);
+  size_t bytes = whole < most ? whole : most;  // list entries past that stay in global memory
+  if (bytes < least) bytes = least;
+  if (bytes > most)
+    return fail(KDTREE_UNSUPPORTED, "kdtree_tree_build: a block needs %zu bytes of shared memory, the limit is %zu",
+                bytes, most);
+  KDTREE_RETURN_IF_FAILED(
+      allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel), "kdtree_tree_build", bytes, 2048));
+  KDTREE_LAUNCH(tree_build_kernel, dim3(static_cast<unsigned>(a.requests)), dim3(static_cast<unsigned>(sizes.threads)),
+                bytes, static_cast<cudaStream_t>(a.stream), a, bytes);
+  return check_launch("tree_build_kernel");
+}
+
+extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk, const kdtree_tree_build_args* tree) {
+  if (topk == nullptr || tree == nullptr) return fail(KDTREE_POINTER, "kdtree_logits_tree: topk or tree is NULL");
+  Arguments arguments("kdtree_logits_tree");
+  arguments.version(tree->struct_size, sizeof(*tree))
+      .range("tree.requests", tree->requests, topk->requests, topk->requests)
+      .range("tree.depth_limit", tree->depth_limit, topk->depth_limit, topk->depth_limit)
+      .range("tree.width", tree->width, topk->k, topk->k);
+  if (arguments.failed()) return arguments.status();
+  if (tree->lp != topk->lp || tree->ids != topk->ids || tree->stream != topk->stream)
+    return fail(KDTREE_POINTER, "kdtree_logits_tree: tree must read the lists of topk, on the same stream");
+  KDTREE_RETURN_IF_FAILED(check(*tree));
+  KDTREE_RETURN_IF_FAILED(kdtree_topk_logprob(topk));
+  kdtree_tree_build_args behind = *tree;
+  behind.before = topk->status;  // a request whose logits are refused gets no tree
+  behind.checked = 1;
+  return kdtree_tree_build(&behind);
+}

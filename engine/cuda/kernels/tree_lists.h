@@ -1,0 +1,137 @@
+// The lists of one request: their check, and what decides which way its tree is built.
+#pragma once
+
+#include "common/block.h"
+#include "kdtree_engine.h"
+
+namespace kdtree {
+
+// Row d holds the candidates of depth d + 1. width: entries from row to row.
+struct Lists {
+  const float* lp;
+  const int32_t* ids;
+  int depths;
+  int width;
+
+  __device__ float at(int d, int r) const { return lp[static_cast<size_t>(d) * width + r]; }
+  __device__ int32_t id(int d, int r) const { return ids[static_cast<size_t>(d) * width + r]; }
+};
+
+constexpr unsigned kNoFault = 0xffffffffu;
+
+// A fault as one number that orders by depth, then rank, then code.
+__device__ inline unsigned pack_fault(int d, int r, int code) {
+  return static_cast<unsigned>(d) << 16 | static_cast<unsigned>(r) << 4 | static_cast<unsigned>(code);
+}
+
+struct ListFacts {
+  unsigned fault;                 // the first one, or kNoFault
+  int lengths[KDTREE_MAX_DEPTH];  // finite entries among those that a budget can reach
+  int low_bit;                    // exponent of the lowest bit set in any of them
+  unsigned largest;               // bits of the largest magnitude among them
+  int positive;                   // whether one is above 0
+
+  __device__ void clear(int thread) {
+    if (thread < KDTREE_MAX_DEPTH) lengths[thread] = 0;
+    if (thread == 0) {
+      fault = kNoFault;
+      low_bit = 1000;
+      largest = 0;
+      positive = 0;
+    }
+  }
+};
+
+// Exponent of the lowest set bit of a finite value other than 0.
+__device__ inline int lowest_bit(float value) {
+  const unsigned bits = __float_as_uint(value) & 0x7fffffffu;
+  const int exponent = static_cast<int>(bits >> 23);
+  const unsigned mantissa = (bits & 0x7fffffu) | (exponent > 0 ? 0x800000u : 0u);
+  return (exponent > 0 ? exponent : 1) - 150 + __ffs(static_cast<int>(mantissa)) - 1;
+}
+
+__device__ inline bool is_finite(float value) { return (__float_as_uint(value) & 0x7f800000u) != 0x7f800000u; }
+
+// One entry's fault other than a repeated id; 0 if it has none.
+__device__ inline int entry_fault(const Lists& lists, int d, int r, int vocab_size) {
+  const float x = lists.at(d, r);
+  if (!is_finite(x) && !(x < 0)) return x > 0 ? KDTREE_REQUEST_INFINITE : KDTREE_REQUEST_NAN;
+  const int32_t id = lists.id(d, r);
+  if (id < 0 || (vocab_size > 0 && id >= vocab_size)) return KDTREE_REQUEST_VOCABULARY;
+  return r > 0 && x > lists.at(d, r - 1) ? KDTREE_REQUEST_UNSORTED : 0;
+}
+
+// Adds `id` (>= 0) to a set of `slots` (a power of two) entries that hold ids or -1; false if it was there.
+__device__ inline bool add_id(int* set, int slots, int id) {
+  unsigned slot = static_cast<unsigned>(id) * 2654435761u;
+  for (slot &= slots - 1;; slot = (slot + 1) & (slots - 1)) {
+    const int found = atomicCAS(&set[slot], -1, id);
+    if (found == -1) return true;
+    if (found == id) return false;
+  }
+}
+
+__device__ inline int set_slots(int width) {
+  int slots = kWarp;
+  while (slots < 2 * width) slots *= 2;
+  return slots;
+}
+
+// Finds ids that stand twice among the finite entries of a row, with sets in `space` of `capacity` ints.
+__device__ inline void check_repeats(const Lists& lists, int* space, int capacity, ListFacts* facts) {
+  const int slots = set_slots(lists.width);
+  const int rows = min(capacity / slots, lists.depths);
+  for (int first = 0; first < lists.depths; first += rows) {
+    const int entries = min(rows, lists.depths - first) * lists.width;
+    for (int i = threadIdx.x; i < rows * slots; i += blockDim.x) space[i] = -1;
+    __syncthreads();
+    bool repeated = false;
+    for (int i = threadIdx.x; i < entries; i += blockDim.x) {
+      const int d = first + i / lists.width, r = i % lists.width, id = lists.id(d, r);
+      if (is_finite(lists.at(d, r)) && id >= 0) repeated |= !add_id(space + (d - first) * slots, slots, id);
+    }
+    if (!__syncthreads_or(repeated)) continue;
+    for (int i = threadIdx.x; i < entries; i += blockDim.x) {  // rare: which one is the second of its id
+      const int d = first + i / lists.width, r = i % lists.width, id = lists.id(d, r);
+      if (!is_finite(lists.at(d, r))) continue;
+      for (int before = 0; before < r; ++before)
+        if (lists.id(d, before) == id && is_finite(lists.at(d, before))) {
+          atomicMin(&facts->fault, pack_fault(d, r, KDTREE_REQUEST_REPEATED));
+          break;
+        }
+    }
+    __syncthreads();
+  }
+}
+
+// Reads every entry once and fills `facts` (cleared before). reach: ranks that the budget can reach.
+__device__ inline void look_at(const Lists& lists, int reach, int vocab_size, bool checked, ListFacts* facts) {
+  int low_bit = 1000;
+  unsigned largest = 0, fault = kNoFault;
+  bool positive = false;
+  for (int i = threadIdx.x; i < lists.depths * lists.width; i += blockDim.x) {
+    const int d = i / lists.width, r = i % lists.width;
+    if (!checked) {
+      if (const int code = entry_fault(lists, d, r, vocab_size)) fault = min(fault, pack_fault(d, r, code));
+    }
+    const float x = lists.at(d, r);
+    if (r >= reach || !is_finite(x)) continue;
+    if (x != 0) low_bit = min(low_bit, lowest_bit(x));
+    largest = max(largest, __float_as_uint(x) & 0x7fffffffu);
+    positive |= x > 0;
+    if (r + 1 == reach || !is_finite(lists.at(d, r + 1))) atomicMax(&facts->lengths[d], r + 1);
+  }
+  low_bit = __reduce_min_sync(kAllLanes, low_bit);
+  largest = __reduce_max_sync(kAllLanes, largest);
+  fault = __reduce_min_sync(kAllLanes, fault);
+  positive = __any_sync(kAllLanes, positive);
+  if (lane_id() == 0) {
+    atomicMin(&facts->low_bit, low_bit);
+    atomicMax(&facts->largest, largest);
+    if (fault != kNoFault) atomicMin(&facts->fault, fault);
+    if (positive) atomicOr(&facts->positive, 1);
+  }
+  __syncthreads();
+}
+
+}  // namespace kdtree
