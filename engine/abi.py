@@ -253,6 +253,7 @@ class Library:
     def __init__(self, path: Path):
         """Raises LibraryError if `path` cannot be loaded or is of another ABI version."""
         self.path = path
+        self._functions: dict[str, Any] = {}
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -264,12 +265,14 @@ class Library:
 
     def function(self, name: str, result: type[Any], *arguments: type[Any]) -> Any:
         """kdtree_<name> with its prototype. Raises LibraryError if the library has no such function."""
-        try:
-            found = self._library[f"kdtree_{name}"]  # a function object of its own, so that prototypes never mix
-        except AttributeError:
-            raise LibraryError(f"{self.path.name} has no function kdtree_{name}") from None
-        found.restype, found.argtypes = result, arguments
-        return found
+        if name not in self._functions:
+            try:
+                found = self._library[f"kdtree_{name}"]
+            except AttributeError:
+                raise LibraryError(f"{self.path.name} has no function kdtree_{name}") from None
+            found.restype, found.argtypes = result, arguments
+            self._functions[name] = found
+        return self._functions[name]
 
     def stage(self, name: str) -> Any:
         """The function of a stage: pointers to its structs -> status. For `check` if it is not 0."""

@@ -8,6 +8,7 @@ never consumed, so its own destructor gives the tensor back when the view is gon
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
@@ -92,12 +93,13 @@ def view(
     """
     try:
         found = _view(array, device, stream)
+        place = found.device if found is not None else _dlpack_device(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArrayError(call, argument, f"an array on {device}", f"one that refuses: {error}") from error
+    if place is not None and not _reaches(device, place):
+        raise ArrayError(call, argument, f"on {device}", f"one on {place}")
     if found is None:
         raise ArrayError(call, argument, f"an array on {device}", _kind_of(array))
-    if not (found.device == device or (found.device.kind == CUDA_MANAGED and device.kind == CUDA)):
-        raise ArrayError(call, argument, f"on {device}", f"one on {found.device}")
     if written and found.read_only:
         raise ArrayError(call, argument, "writable", "a read-only array")
     if dtype is not None and found.dtype in ("uint16", "int16") and dtype == "bfloat16":
@@ -123,30 +125,23 @@ def check(
         )
 
 
+def _reaches(device: Device, place: Device) -> bool:
+    return place == device or (device.kind == CUDA and place.kind == CUDA_MANAGED)
+
+
 def _view(array: Any, device: Device, stream: int) -> View | None:
-    if device.kind == CPU:
-        if isinstance(array, np.ndarray):
-            return _of_interface(array, array.__array_interface__, array.dtype.name, device)
-        interface = getattr(array, "__array_interface__", None)
-        if isinstance(interface, dict):
-            return _of_interface(array, interface, _name(interface["typestr"]), device)
-    else:
-        interface = getattr(array, "__cuda_array_interface__", None)
-        if isinstance(interface, dict):
-            if interface.get("mask") is not None:
-                raise ValueError("it is masked")
-            where = _dlpack_device(array) or device  # the interface itself does not say which device
-            found = _of_interface(array, interface, _name(interface["typestr"]), where)
-            return replace(found, stream=interface.get("stream"))
-    place = _dlpack_device(array)
-    if place is None or not hasattr(array, "__dlpack__"):
-        return None
-    if place.kind != device.kind and (place.kind, device.kind) != (CUDA_MANAGED, CUDA):
-        raise ValueError(f"it lies on {place}")
-    return _of_dlpack(array, place, stream)
+    """None if the array has no protocol for this kind of device."""
+    interface = getattr(array, "__array_interface__" if device.kind == CPU else "__cuda_array_interface__", None)
+    if isinstance(interface, dict):
+        if interface.get("mask") is not None:
+            raise ValueError("it is masked")
+        place = device if device.kind == CPU else _dlpack_device(array) or device  # the interface does not say which
+        return _of_interface(array, interface, place)
+    found = _dlpack_device(array)
+    return _of_dlpack(array, found, stream) if found is not None and _reaches(device, found) else None
 
 
-def _of_interface(array: Any, interface: dict[str, Any], dtype: str, device: Device) -> View:
+def _of_interface(array: Any, interface: dict[str, Any], device: Device) -> View:
     pointer, read_only = interface["data"]
     shape = tuple(interface["shape"])
     itemsize = int(interface["typestr"][2:])
@@ -154,16 +149,17 @@ def _of_interface(array: Any, interface: dict[str, Any], dtype: str, device: Dev
     return View(
         pointer or 0,
         shape,
-        dtype,
+        _name(interface["typestr"]),
         itemsize,
         packed(shape, itemsize) if strides is None else tuple(strides),
         device,
         bool(read_only),
-        None,
+        interface.get("stream"),
         array,
     )
 
 
+@functools.cache
 def _name(typestr: str) -> str:
     """NumPy's name of a type; bfloat16, which it has no letter for, goes as two opaque bytes."""
     if typestr[1:] == "V2":
@@ -173,10 +169,9 @@ def _name(typestr: str) -> str:
 
 
 def _kind_of(array: Any) -> str:
-    if hasattr(array, "__cuda_array_interface__"):
-        return f"{type(array).__module__}.{type(array).__qualname__} in device memory"
-    if isinstance(array, np.ndarray) or hasattr(array, "__array_interface__"):
-        return f"{type(array).__module__}.{type(array).__qualname__} in host memory"
+    for name, where in (("__cuda_array_interface__", "device"), ("__array_interface__", "host")):
+        if isinstance(getattr(array, name, None), dict):
+            return f"{type(array).__qualname__} in {where} memory"
     return f"{type(array).__qualname__}, which is no array"
 
 
