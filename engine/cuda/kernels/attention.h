@@ -1,0 +1,50 @@
+// Attention over the cache, float32.
+#pragma once
+
+#include "kernels/layers.h"
+
+namespace kdtree {
+
+// MLA in the absorbed form (reference/mla.py `latent_attention`): every head looks at the same cache rows, the
+// normalised latent [rank] and behind it the rotated rope key [rope].
+//   exact  a row's keys are those that plain decoding would have found, in the order of their absolute positions: cache
+//          rows 0..prefix-1, then the rows of its own path. Chunks of keys begin at fixed absolute positions and merge
+//          in order, so the bits depend on nothing else.
+//   mask   the rows of the block in the order of their slots, those without a visibility bit left out. For masks that
+//          are no trees. Equal to `exact` up to rounding.
+enum class AttentionForm : int { kExact = 0, kMask = 1 };
+
+struct MlaAttentionArgs {
+  Rows rows;
+  AttentionForm form;
+  const float* q_latent;                   // [M, heads, rank]
+  const float* q_rope;                     // [M, heads, rope] rotated
+  int64_t q_latent_stride, q_rope_stride;  // elements from row to row; heads lie q_latent_head, q_rope_head apart
+  int64_t q_latent_head, q_rope_head;
+  kdtree_cache_view cache;  // row_bytes = 4 * (rank + rope); the rows of the pass are written already
+  int layer;
+  float* out;  // [M, heads, rank]
+  float* lse;  // [M, heads] natural logarithm; may be NULL
+  int heads, rank, rope;
+  float scale;
+  int longest;  // the most keys any row may have (host bound for the grid: the capacity of the cache)
+  void* workspace;
+  size_t workspace_size;
+};
+size_t mla_attention_workspace(int rows, int heads, int rank, int longest);
+kdtree_status mla_attention(const MlaAttentionArgs& args, cudaStream_t stream);
+
+// Grouped-query attention of a drafter's block over its context and itself, unmasked (reference/dflash.py
+// `grouped_attention`). Context keys and values: cache [R, capacity, 2, kv_heads, dim]; the block's own: [R, b, 2,
+// ...].
+struct GqaAttentionArgs {
+  const float* q;                  // [R, b, heads, dim]
+  const float* context;            // [R, capacity, 2, kv_heads, dim] keys, then values, of each position
+  const float* block;              // [R, b, 2, kv_heads, dim]
+  const int32_t* context_lengths;  // [R]; -1: nothing to do for this request
+  float* out;                      // [R, b, heads, dim]
+  int requests, block_size, heads, kv_heads, dim, capacity;
+};
+kdtree_status gqa_attention(const GqaAttentionArgs& args, cudaStream_t stream);
+
+}  // namespace kdtree

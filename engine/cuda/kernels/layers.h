@@ -1,0 +1,148 @@
+// The layers of a transformer pass, float32: what each launcher reads and writes. Kernels by the same base name in
+// *.cu.
+//
+// A row's result never depends on the other rows of the pass, on how many there are, or on its own place among them:
+// every sum runs in an order that the weight's shape alone decides. So plain decoding, a chain and a tree agree bit for
+// bit (public issue ggml-org/llama.cpp#27407: engines whose kernels change with the width do not).
+#pragma once
+
+#include "common/error.h"
+
+namespace kdtree {
+
+// The rows of one pass: R blocks of N rows, row m = r * N + i. A block uses its first 1 + node_count[r] rows; rows past
+// them hold nothing: launchers neither need them defined nor care, except that `embed` gives them zeros.
+struct Rows {
+  int requests;                   // R
+  int width;                      // N
+  const int32_t* node_count;      // [R] used rows - 1; -1: a block without rows
+  const int32_t* prefix_lengths;  // [R] committed cache rows
+  const int32_t* tokens;          // [R, N]
+  const int32_t* positions;       // [R, N] absolute: prefix + depth
+  const int32_t* paths;        // [R, N, path_stride] rows of the block from the root to the row itself; NULL: a chain,
+  int path_stride;             //   row i sees rows 0..i of its block
+  const uint32_t* visibility;  // [R, N, ceil(N/32)] bit j of row i: sees row j; only for the mask variant of attention
+
+  __host__ __device__ int count() const { return requests * width; }
+  __device__ bool used(int row) const { return row % width <= node_count[row / width]; }
+};
+
+// y[m, :] = table[token of row m, :]; zeros for rows past the used ones. table [V, hidden].
+struct EmbedArgs {
+  Rows rows;
+  const float* table;
+  float* y;  // [M, hidden]
+  int hidden;
+};
+kdtree_status embed(const EmbedArgs& args, cudaStream_t stream);
+
+// y = weight * (x / sqrt(mean(x^2) + eps)), per row of `width` values. x and y may be the same array.
+struct RmsNormArgs {
+  const float* x;
+  int64_t x_stride;
+  const float* weight;  // [width]
+  float* y;
+  int64_t y_stride;
+  int rows;
+  int width;
+  float eps;
+};
+kdtree_status rms_norm(const RmsNormArgs& args, cudaStream_t stream);
+
+// y = x w^T (+ add), for each of `batch` problems: x [rows, in], w [out, in], y [rows, out]. Strides in elements.
+struct LinearArgs {
+  const float* x;
+  int64_t x_stride, x_batch;
+  const float* w;  // rows of `in` values, contiguous
+  int64_t w_batch;
+  float* y;
+  int64_t y_stride, y_batch;
+  const float* add;  // may be NULL, may be y; strides of y
+  int rows, out, in, batch;
+};
+enum class Gemm : int {
+  kRowInvariant = 0,
+  kCublas = 1
+};  // cuBLAS: peer and cross-check; its bits change with the rows
+kdtree_status linear(const LinearArgs& args, Gemm gemm, cudaStream_t stream);
+
+// The pairs of x [rows, heads, width] turn by the angle of their row's position. In place.
+enum class RopeLayout : int { kInterleaved = 0, kHalf = 1 };
+struct RopeArgs {
+  float* x;
+  int64_t x_stride, head_stride;  // elements
+  const float* cos;               // [positions, width / 2] tables, see rope_tables
+  const float* sin;
+  const int32_t* positions;       // [rows]
+  const int32_t* node_count;      // [rows / block]: rows past the used ones are left alone; NULL: all rows are used
+  int rows, block, heads, width;  // block: N
+  RopeLayout layout;
+};
+kdtree_status rope(const RopeArgs& args, cudaStream_t stream);
+
+// y[m, i] = silu(both[m, i]) * both[m, width + i].
+struct SwigluArgs {
+  const float* both;  // [rows, 2 * width] gate, then up
+  float* y;           // [rows, width]
+  int rows, width;
+};
+kdtree_status swiglu(const SwigluArgs& args, cudaStream_t stream);
+
+// The experts of each row (DeepSeek-V3: sigmoid, groups, a bias that only chooses). reference/moe.py `route`.
+struct RouterArgs {
+  const float* logits;  // [rows, experts], float32
+  const float* bias;    // [experts]
+  float* scores;        // [rows, experts] sigmoid; may be NULL
+  int32_t* ids;         // [rows, chosen] best biased score first, ties to the lowest id
+  float* weights;       // [rows, chosen]
+  int rows, experts, chosen, groups, kept_groups;
+  bool normalise;  // norm_topk_prob
+  float scale;     // routed_scaling_factor
+};
+kdtree_status router(const RouterArgs& args, cudaStream_t stream);
+
+// y[m, :] = sum over the row's choices, in their order, of weight * down_e(silu(gate_e x) * up_e x). Each chosen
+// expert's weights are read once a pass and tile of rows, not once a row.
+struct ExpertsArgs {
+  const float* x;               // [rows, hidden]
+  const float* const* gate_up;  // device array [experts]: [2 * width, hidden] gate rows, then up rows
+  const float* const* down;     // device array [experts]: [hidden, width]
+  const int32_t* ids;           // [rows, chosen]
+  const float* weights;         // [rows, chosen]
+  const Rows* rows_used;        // NULL: all rows; else rows past the used ones are skipped (and left undefined in y)
+  float* y;                     // [rows, hidden]
+  int rows, hidden, width, experts, chosen;
+  void* workspace;
+  size_t workspace_size;
+};
+size_t experts_workspace(int rows, int hidden, int width, int experts, int chosen);
+kdtree_status experts(const ExpertsArgs& args, cudaStream_t stream);
+
+// y = x + z, element by element.
+kdtree_status add(const float* x, const float* z, float* y, int64_t count, cudaStream_t stream);
+
+// dst[m, :width] = src[m, :width] for rows of any stride (elements); for features and cache rows.
+struct CopyRowsArgs {
+  const float* src;
+  int64_t src_stride;
+  float* dst;
+  int64_t dst_stride;
+  int rows, width;
+};
+kdtree_status copy_rows(const CopyRowsArgs& args, cudaStream_t stream);
+
+// Rows m of a pass go to cache row prefix + i of their request, layer `layer`: src [M, row_bytes / 4].
+kdtree_status cache_write(const Rows& rows, const float* src, int64_t src_stride, const kdtree_cache_view& cache,
+                          int layer, cudaStream_t stream);
+
+// Tables [positions, width / 2] on the host: frequencies and angles as reference/rope.py, cos and sin taken in double
+// and rounded once, times the amplitude.
+struct RopeParameters {
+  double theta;
+  bool yarn;
+  double factor, original_length, beta_fast, beta_slow, amplitude;
+  bool truncate;
+};
+void rope_tables(const RopeParameters& parameters, int width, int positions, float* cos, float* sin);
+
+}  // namespace kdtree

@@ -1,0 +1,86 @@
+// Device memory with an owner, and a plan of many arrays in one allocation.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+
+namespace kdtree {
+
+// Any failure inside the engine; the C ABI turns it into its status and message.
+class EngineFailure : public std::runtime_error {
+ public:
+  EngineFailure(kdtree_status status, const std::string& what) : std::runtime_error(what), status(status) {}
+  kdtree_status status;
+};
+
+// Throws EngineFailure with the thread's message if `status` is not KDTREE_OK.
+inline void require(kdtree_status status) {
+  if (status != KDTREE_OK) throw EngineFailure(status, kdtree_last_error());
+}
+inline void require_cuda(cudaError_t error, const char* what) { require(check_cuda(error, what)); }
+
+// One allocation. Moves, never copies.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  explicit DeviceBuffer(size_t bytes) : bytes_(bytes) {
+    if (bytes > 0) require_cuda(cudaMalloc(&data_, bytes), "cudaMalloc");
+  }
+  DeviceBuffer(DeviceBuffer&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+    other.data_ = nullptr;
+    other.bytes_ = 0;
+  }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+    if (this != &other) {
+      (void)cudaFree(data_);
+      data_ = other.data_;
+      bytes_ = other.bytes_;
+      other.data_ = nullptr;
+      other.bytes_ = 0;
+    }
+    return *this;
+  }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  ~DeviceBuffer() { (void)cudaFree(data_); }
+
+  unsigned char* data() const { return static_cast<unsigned char*>(data_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Arrays are planned first, each 256-aligned, then allocated together: nothing is allocated while rounds run.
+class Arena {
+ public:
+  template <typename T>
+  void plan(T** array, size_t elements) {
+    slots_.push_back({reinterpret_cast<void**>(array), total_});
+    total_ = round_up(total_ + elements * sizeof(T), 256);
+  }
+  // Allocates, fills every planned pointer, and clears the memory so that nothing read before it is written is
+  // undefined.
+  void allocate() {
+    buffer_ = DeviceBuffer(total_);
+    if (total_ > 0) require_cuda(cudaMemset(buffer_.data(), 0, total_), "cudaMemset");
+    for (const Slot& slot : slots_) *slot.array = buffer_.data() + slot.offset;
+  }
+  size_t bytes() const { return total_; }
+
+ private:
+  struct Slot {
+    void** array;
+    size_t offset;
+  };
+  std::vector<Slot> slots_;
+  size_t total_ = 0;
+  DeviceBuffer buffer_;
+};
+
+}  // namespace kdtree
