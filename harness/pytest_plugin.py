@@ -58,8 +58,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where a GPU is required, a GPU test that did not run is a failure, whatever made it skip."""
+    """Where a GPU (or nvcc) is required, a test of it that did not run is a failure, whatever made it skip."""
     report = yield
+    if report.skipped and item.get_closest_marker("nvcc") and item.config.getoption("--require-nvcc"):
+        report.outcome = "failed"
+        report.longrepr = f"a test of nvcc must run here, and this one was skipped: {report.longrepr}"
     if report.skipped and item.get_closest_marker("gpu"):
         if item.config.getoption("--require-gpu") and not _left_to_benchmarks(item):
             report.outcome = "failed"

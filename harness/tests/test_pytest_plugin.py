@@ -25,6 +25,9 @@ def test_on_a_gpu(): assert True
 @pytest.mark.gpu
 def test_bench_on_a_gpu(benchmark): benchmark(lambda: 1)
 
+@pytest.mark.nvcc
+def test_with_nvcc(): pytest.skip("no nvcc here")
+
 def test_bench_sum(benchmark, bench_row):
     found = benchmark.pedantic(sum, args=([1, 2],), rounds=3)
     bench_row(case="bench/sum", arm="cpu", case_hash="0" * 64, parity=combine("3", [check_tokens("s", [3], [found])]))
@@ -44,7 +47,9 @@ def run(tmp_path: Path):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "fake_xdist.py").write_text(XDIST)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["harness.pytest_plugin"]\n')
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n    slow: x\naddopts = --strict-markers\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    gpu: x\n    nvcc: x\n    slow: x\naddopts = --strict-markers\n"
+    )
 
     def call(*arguments: object, **environment: str) -> tuple[int, str]:
         paths = os.pathsep.join([str(CHECKOUT), str(tmp_path)])
@@ -68,7 +73,16 @@ def test_without_a_gpu_its_tests_skip_with_the_reason_or_fail_where_one_is_requi
     status, said = run("--benchmark-skip", "-m", "gpu", "--require-gpu")
     assert status == 1
     assert "a GPU test must run here" in said
-    assert "1 skipped, 2 deselected, 1 error" in said  # the benchmark was not asked for
+    assert "1 skipped, 3 deselected, 1 error" in said  # the benchmark was not asked for
+
+
+def test_where_nvcc_is_required_its_tests_may_not_skip(run):
+    status, said = run("-m", "nvcc")
+    assert (status, "1 skipped" in said) == (0, True)
+    status, said = run("-m", "nvcc", "--require-nvcc")
+    assert status == 1
+    assert "a test of nvcc must run here, and this one was skipped" in said
+    assert "no nvcc here" in said
 
 
 def test_rows_of_benchmarks(run, tmp_path):

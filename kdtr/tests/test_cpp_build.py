@@ -42,6 +42,7 @@ def test_no_warning(source, compiler, standard, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.nvcc
 @needs("nvcc")
 def test_no_warning_from_nvcc(tmp_path):
     unit = tmp_path / "unit.cu"
