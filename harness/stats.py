@@ -20,7 +20,7 @@ from reference.sampling import uniforms
 
 MIN_SAMPLES = 10
 RESAMPLES = 2000
-NOISY = 0.25  # spread above this share of the median: too noisy to call two results the same
+BLAMED, ACQUITTED = 0.997, 0.95  # confidence of FAST and SLOW (10 samples can give no more than 0.998), and of SAME
 
 Sample = float | int | None
 
@@ -141,61 +141,68 @@ def loop_efficiency(speedup: Sample, tau: Sample, t_ar: Sample, t_draft: Sample,
 def judge(baseline: Sequence[Sample], current: Sequence[Sample], threshold: Threshold = END_TO_END) -> Judgement:
     """Whether `current` seconds are slower than `baseline` seconds of the same work, on comparable machines.
 
-    FAST and SLOW: quartile ranges disjoint, and the medians apart by more than `threshold` (share and floor).
-    SAME: medians within the threshold. AMBG: apart, but ranges overlap or a side has fewer than 10 samples; or within,
-    but with noise that could hide more. INVALID: no samples, or one that is not a positive finite number.
+    FAST and SLOW: quartile ranges disjoint, medians apart by more than `threshold` (share and floor), and surely by
+    more than half of it, wherever in its interval each median lies. SAME: medians within the threshold, and likely not
+    further apart than twice that. AMBG: neither, or a side has fewer than 10 samples. INVALID: no samples, or one that
+    is not a positive finite number.
     """
     sides = {"baseline": summarise(baseline), "current": summarise(current)}
     for name, side in sides.items():
         if side.reason is not None:
             return Judgement(Verdict.INVALID, None, f"{name}: {side.reason}")
-    for name, samples in (("baseline", baseline), ("current", current)):
-        if (lowest := float(_finite(samples).min())) <= 0:
+    first, second = _finite(baseline), _finite(current)
+    for name, samples in (("baseline", first), ("current", second)):
+        if (lowest := float(samples.min())) <= 0:
             return Judgement(Verdict.INVALID, None, f"{name}: a time of {lowest:g} s")
     old, new = sides["baseline"], sides["current"]
     assert old.median is not None
     assert new.median is not None
     difference = new.median - old.median
-    delta = difference / old.median
-    if (few := min(old.n, new.n)) < MIN_SAMPLES:
-        return Judgement(Verdict.AMBG, delta, f"{few} samples, {MIN_SAMPLES} wanted")
-    if abs(delta) <= threshold.share or abs(difference) <= threshold.floor_s:
-        noise = max(side.spread / side.median for side in (old, new) if side.median)
-        if noise > NOISY and abs(difference) > threshold.floor_s:
-            return Judgement(Verdict.AMBG, delta, f"noise of {noise:.0%} of the median")
-        return Judgement(Verdict.SAME, delta)
-    if _disjoint(old, new):
-        return Judgement(Verdict.SLOW if delta > 0 else Verdict.FAST, delta)
-    return Judgement(Verdict.AMBG, delta, "the quartile ranges overlap")
+
+    def change(confidence: float) -> tuple[float, float]:
+        (old_low, old_high), (new_low, new_high) = (median_interval(x, confidence) for x in (first, second))
+        return new_low / old_high, new_high / old_low
+
+    return _decide(
+        min(old.n, new.n), difference / old.median, abs(difference), change, threshold, apart=_disjoint(old, new)
+    )
 
 
 def judge_turns(base: Sequence[Sample], other: Sequence[Sample], threshold: Threshold = END_TO_END) -> Judgement:
     """Like `judge`, for sides whose i-th samples belong together (same turn or prompt): what they share is removed.
 
     Each turn's two samples are divided by their geometric mean, then the quartile ranges must be disjoint, which is the
-    case when the quartiles of other[i] / base[i] lie on one side of 1. The interval of the median ratio must also clear
-    half the threshold. delta: median ratio - 1. Raises ValueError for sides of different length.
+    case when the quartiles of other[i] / base[i] lie on one side of 1. The interval is that of the median of these
+    ratios, and for FAST and SLOW it must clear half their spread too: one side may have been disturbed more often.
+    delta: median ratio - 1. Raises ValueError for sides of different length.
     """
-    pair = paired_ratio(other, base)
-    if pair.value is None:
-        return Judgement(Verdict.INVALID, None, pair.reason)
-    delta = pair.value - 1
-    if (n := len(base)) < MIN_SAMPLES:
-        return Judgement(Verdict.AMBG, delta, f"{n} samples, {MIN_SAMPLES} wanted")
-    first, second = _finite(base), _finite(other)
-    q1, q3 = (float(q) for q in np.quantile(second / first, (0.25, 0.75)))
-    assert pair.low is not None
-    assert pair.high is not None
-    if abs(delta) <= threshold.share or abs(delta) * float(np.median(first)) <= threshold.floor_s:
-        if q3 - q1 > NOISY and abs(delta) * float(np.median(first)) > threshold.floor_s:
-            return Judgement(Verdict.AMBG, delta, f"noise of {q3 - q1:.0%} between turns")
-        return Judgement(Verdict.SAME, delta)
-    clear = 1 + threshold.share / 2
-    if q1 > 1 and pair.low > clear:
-        return Judgement(Verdict.SLOW, delta)
-    if q3 < 1 and pair.high < 1 / clear:
-        return Judgement(Verdict.FAST, delta)
-    return Judgement(Verdict.AMBG, delta, "the turns disagree")
+    first, second, reason = _pairs(base, other)
+    if reason is not None:
+        return Judgement(Verdict.INVALID, None, reason)
+    ratios = second / first
+    q1, median, q3 = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
+    return _decide(
+        len(ratios),
+        median - 1,
+        abs(median - 1) * float(np.median(first)),
+        lambda confidence: median_interval(ratios, confidence),
+        threshold,
+        apart=q1 > 1 or q3 < 1,
+        noise=(q3 - q1) / median,
+    )
+
+
+def median_interval(values: NDArray[np.float64], confidence: float) -> tuple[float, float]:
+    """Where the median lies of what `values` [n] were drawn from, with at least this confidence; n >= 1.
+
+    Order statistics: the k-th least and the k-th greatest value, k by the binomial distribution, so that no noise of
+    any shape makes it narrower than it may be. All of the range where n is too small for the confidence.
+    """
+    n, k, outside = len(values), 0, 0.0
+    while (outside := outside + math.comb(n, k) / 2**n) <= (1 - confidence) / 2:
+        k += 1
+    ordered, k = np.sort(values), max(k, 1)
+    return float(ordered[k - 1]), float(ordered[n - k])
 
 
 def trim(value: Sample, noise: Sample = None, digits: int = 4) -> str:
@@ -218,6 +225,36 @@ def _finite(samples: Sequence[Sample]) -> NDArray[np.float64]:
     return np.array([s for s in samples if s is not None and math.isfinite(s)], np.float64)
 
 
+def _decide(
+    n: int,
+    delta: float,
+    difference_s: float,
+    change: Callable[[float], tuple[float, float]],
+    threshold: Threshold,
+    *,
+    apart: bool,
+    noise: float = 0.0,
+) -> Judgement:
+    """The verdict on a change by `delta`. change(confidence): the interval of new over old. apart: by the quartiles."""
+    if n < MIN_SAMPLES:
+        return Judgement(Verdict.AMBG, delta, f"{n} samples, {MIN_SAMPLES} wanted")
+    if difference_s < threshold.floor_s:
+        return Judgement(Verdict.SAME, delta)
+    within = abs(delta) <= threshold.share
+    low, high = change(ACQUITTED if within else BLAMED)
+    if within:
+        most = 1 + 2 * threshold.share
+        verdict = Verdict.SAME if 1 / most < low and high < most else Verdict.AMBG
+    elif not apart:
+        return Judgement(Verdict.AMBG, delta, "the quartile ranges overlap")
+    else:
+        clear = 1 + max(threshold.share, noise) / 2
+        verdict = Verdict.SLOW if low > clear else Verdict.FAST if high < 1 / clear else Verdict.AMBG
+    if verdict != Verdict.AMBG:
+        return Judgement(verdict, delta)
+    return Judgement(verdict, delta, f"noise: a change by anything from {low - 1:+.1%} to {high - 1:+.1%}")
+
+
 def _disjoint(a: Summary, b: Summary) -> bool:
     assert a.q1 is not None
     assert a.q3 is not None
@@ -232,19 +269,30 @@ def _bootstrap(
     statistic: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
     seed: int,
 ) -> Number:
-    n = len(base)
-    if n != len(other):
-        raise ValueError(f"pairs wanted, got {n} and {len(other)} samples")
-    if n == 0:
-        return Number(None, "no samples")
-    first, second = _finite(base), _finite(other)
-    if min(len(first), len(second)) < n:
-        return Number(None, f"{2 * n - len(first) - len(second)} of {2 * n} samples are not finite")
-    if first.min() <= 0 or second.min() <= 0:
-        return Number(None, f"a time of {min(first.min(), second.min()):g} s")
-    value = float(statistic(first, second))
+    first, second, reason = _pairs(base, other)
+    if reason is not None:
+        return Number(None, reason)
+    value, n = float(statistic(first, second)), len(first)
     if n == 1:
         return Number(value, "one pair, no interval")
     chosen = (uniforms(seed, np.arange(RESAMPLES * n)) * n).astype(np.int64).reshape(RESAMPLES, n)
     low, high = (float(q) for q in np.quantile(statistic(first[chosen], second[chosen]), (0.025, 0.975)))
     return Number(value, None, low, high)
+
+
+def _pairs(
+    base: Sequence[Sample], other: Sequence[Sample]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], str | None]:
+    """Both sides, and why they are no pairs of times, or None. Raises ValueError for different lengths."""
+    n = len(base)
+    if n != len(other):
+        raise ValueError(f"pairs wanted, got {n} and {len(other)} samples")
+    first, second = _finite(base), _finite(other)
+    reason = None
+    if n == 0:
+        reason = "no samples"
+    elif min(len(first), len(second)) < n:
+        reason = f"{2 * n - len(first) - len(second)} of {2 * n} samples are not finite"
+    elif (lowest := min(first.min(), second.min())) <= 0:
+        reason = f"a time of {lowest:g} s"
+    return first, second, reason

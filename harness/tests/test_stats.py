@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -154,6 +155,80 @@ def test_verdicts_of_turns_know_floors_few_samples_and_odd_ones():
         assert found.reason
     with pytest.raises(ValueError, match="pairs"):
         stats.judge_turns([1.0], [])
+
+
+# The judge on a busy machine. Numbers of a machine with two cores and loud neighbours: sides of one turn differ by 6 %
+# (quartiles / 1.35), every eighth pair by more than 25 %.
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Log-normal jitter of each sample, drift of the pace from turn to turn, share of the samples in a burst."""
+
+    jitter: float
+    drift: float
+    bursts: float
+
+
+QUIET, SHARED, BUSY = Noise(0.01, 0.005, 0.0), Noise(0.03, 0.03, 0.05), Noise(0.06, 0.05, 0.12)
+WILD = Noise(0.25, 0.1, 0.2)
+
+
+def measured(change: float, noise: Noise, seed: int, n: int = 40) -> tuple[list[float], list[float]]:
+    """Two arms that took turns, the second `change` times as slow. A burst doubles one side's time of one turn."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    pace = np.exp(noise.drift * np.cumsum(random.standard_normal(n)))
+    sides = pace * np.exp(noise.jitter * random.standard_normal((2, n)))
+    sides *= np.where(random.random((2, n)) < noise.bursts, 1 + 2 * random.random((2, n)), 1.0)
+    base, other = sides.tolist()
+    return base, [change * x for x in other]
+
+
+@pytest.mark.parametrize(("noise", "n"), [(QUIET, 12), (SHARED, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("change", "wanted"), [(1.0, Verdict.SAME), (1.15, Verdict.SLOW), (1 / 1.15, Verdict.FAST)], ids=str
+)
+def test_the_same_build_twice_is_never_fast_or_slow_and_a_delay_of_15_percent_always_is(change, wanted, noise, n):
+    assert [stats.judge_turns(*measured(change, noise, seed, n)).verdict for seed in range(20)] == [wanted] * 20
+
+
+@pytest.mark.parametrize("n", [10, 15, 20, 40])
+@pytest.mark.parametrize("noise", [SHARED, BUSY, WILD], ids=str)
+def test_no_noise_makes_the_judge_wrong(noise, n):
+    """It may stay undecided. A run has dozens of verdicts: one in a hundred wrong, and many a run fails."""
+    for seed in range(400):
+        base, same = measured(1.0, noise, seed, n)
+        for change, right in ((1.0, Verdict.SAME), (1.15, Verdict.SLOW), (1 / 1.15, Verdict.FAST)):
+            for of in (judge, stats.judge_turns):
+                found = of(base, [change * x for x in same])
+                assert found.verdict in (right, Verdict.AMBG), (of.__name__, change, seed, found)
+
+
+def test_an_undecided_change_is_told_with_its_bounds():
+    base = [1.0 + 0.01 * i for i in range(12)]
+    other = [1.12 * x if i % 4 else 1.01 * x for i, x in enumerate(base)]
+    found = stats.judge_turns(base, other)
+    assert (found.verdict, found.reason) == (Verdict.AMBG, "noise: a change by anything from +1.0% to +12.0%")
+    assert judge([1.0, 3.0] * 6, [1.0, 3.0] * 6).verdict is Verdict.AMBG  # equal medians, but of what?
+
+
+@pytest.mark.parametrize(
+    ("n", "confidence", "k"),
+    [(1, 0.95, 1), (5, 0.95, 1), (10, 0.95, 2), (10, 0.997, 1), (20, 0.997, 4), (40, 0.95, 14)],
+)
+def test_the_interval_of_a_median_is_between_order_statistics(n, confidence, k):
+    """k from the table of the binomial distribution (sign test)."""
+    values = np.random.Generator(np.random.PCG64(0)).permutation(np.arange(1.0, n + 1))
+    assert stats.median_interval(values, confidence) == (k, n + 1 - k)
+
+
+def test_the_interval_of_a_median_covers_it_whatever_the_noise():
+    random = np.random.Generator(np.random.PCG64(3))
+    for noise in (random.standard_normal, random.standard_cauchy, lambda n: random.choice([-1.0, 1.0], n) + 0.01):
+        covered = [
+            low <= 0.01 and high >= -0.99 for low, high in (stats.median_interval(noise(20), 0.95) for _ in range(2000))
+        ]
+        assert np.mean(covered) >= 0.95
 
 
 def test_the_ratio_of_pairs_does_not_see_drift_that_both_share():
