@@ -16,6 +16,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from harness import cases, codec, compare, heap_tree, records, report
@@ -23,7 +24,7 @@ from harness.compare import Comparison, Exit
 from harness.console import say
 from harness.environment import CHECKOUT, capture
 from harness.records import Environment, Row
-from harness.run import ROWS, fresh, run
+from harness.run import ROWS, confirm, fresh, run
 from harness.systems import Bench, Systems, short
 
 OUT = CHECKOUT / "reports" / "run"
@@ -109,7 +110,13 @@ def _run(given: argparse.Namespace, systems: Systems) -> int:
     rows = run(bench, chosen, path, old)
     if not (given.ci or given.strict):
         return _show(rows, given.out)
-    found = compare.compare(rows, compare.load_baselines(None, given.baselines), strict=given.strict, ci=given.ci)
+    check = partial(
+        compare.compare,
+        baselines=compare.load_baselines(None, given.baselines),
+        strict=given.strict,
+        ci=given.ci,
+    )
+    rows, found = confirm(bench, chosen, path, rows, check)
     status = _show(rows, given.out, found)
     say(compare.render(found))
     return Exit.REGRESSION if Exit.REGRESSION in (status, found.exit) else max(status, found.exit)

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from harness.compare import NOT_COMPARABLE, OFF, Baseline, Exit, compare
 from harness.environment import CHECKOUT, capture
 from harness.parity import combine
 from harness.records import Gpu, Parity, Row, Timing
-from harness.stats import Verdict, judge_turns
+from harness.stats import Verdict
 from harness.tests.examples import make_environment, make_row
 from harness.timing import CpuClock, interleave
 from reference.drafter import NoisyOracleDrafter
@@ -372,7 +373,15 @@ def workload() -> tuple[HashTarget, NoisyOracleDrafter, tuple[int, ...]]:
     return target, NoisyOracleDrafter(truth, VOCAB, 8, seed=1), truth
 
 
-def test_the_same_build_twice_is_never_fast_or_slow_and_a_delay_of_15_percent_always_is(workload):
+TRIALS, MOST, ENOUGH_S, LIMIT_S = 20, 15, 60.0, 400.0
+
+
+def test_on_a_real_run_the_judge_is_never_wrong_and_mostly_decides(workload):
+    """The same build twice, and a delay of 15 %, measured in turns: 20 trials, each again while it is undecided.
+
+    A busy machine may leave trials undecided, so after a minute most of them are enough; wrong it may make none. That
+    all 20 are decided where the noise is known is held in test_stats.
+    """
     target, drafter, _ = workload
     clock = CpuClock()
 
@@ -388,28 +397,26 @@ def test_the_same_build_twice_is_never_fast_or_slow_and_a_delay_of_15_percent_al
         return generation
 
     environment = capture()
-    same: list[str] = []
-    late: list[str] = []
-    statuses: list[Exit] = []
-    for _ in range(20):
-        for _attempt in range(4):  # AMBG says: measure again. A neighbour's burst must not decide.
-            arms = interleave({"old": decode, "new": decode, "late": delayed}, samples=20, best_of=6, clock=clock)
-            assert all(arm.failure is None for arm in arms.values())
-            samples = {name: arm.timing.samples_s for name, arm in arms.items()}
-            rows = {name: make_row(timing=arm.timing, environment=environment) for name, arm in arms.items()}
-            verdict = judge_turns(samples["old"], samples["late"]).verdict
-            status = against([rows["late"]], [rows["old"]]).exit
-            if verdict != Verdict.AMBG and status == Exit.REGRESSION:
-                break
-        late.append(verdict)
-        statuses.append(status)
-        same.append(judge_turns(samples["old"], samples["new"]).verdict)
-        same += results(against([rows["new"]], [rows["old"]]), "time")
-    assert set(same) <= {Verdict.SAME, Verdict.AMBG}
-    assert same.count(Verdict.SAME) >= 20  # of 40: a judge that never decides would pass the line above
-    assert late == [Verdict.SLOW] * 20
-    # As two runs that know nothing of each other: on a busy machine these may stay undecided.
-    assert statuses.count(Exit.REGRESSION) >= 10
+    undecided = {"new": TRIALS, "late": TRIALS}
+    begun = time.monotonic()
+    while any(undecided.values()):
+        spent = time.monotonic() - begun
+        if spent > ENOUGH_S and max(undecided.values()) <= TRIALS - MOST:
+            break
+        assert spent < LIMIT_S, f"undecided after {spent:.0f} s, of {TRIALS} trials: {undecided}"
+        arms = interleave({"old": decode, "new": decode, "late": delayed}, samples=40, best_of=2, clock=clock)
+        for arm, right in (("new", Verdict.SAME), ("late", Verdict.SLOW)):
+            # In pairs, as the prompts of two runs are compared, and as two runs that know nothing of each other.
+            for sample in ("repeat", "prompt"):
+                old, row = (
+                    make_row(timing=dataclasses.replace(arms[name].timing, sample=sample), environment=environment)
+                    for name in ("old", arm)
+                )
+                found = against([row], [old])
+                (verdict,) = results(found, "time")
+                assert verdict in (right, Verdict.AMBG), (arm, found.lines, old.timing, row.timing)
+                assert found.exit == (Exit.REGRESSION if verdict == Verdict.SLOW else Exit.FINE)
+            undecided[arm] -= undecided[arm] > 0 and verdict == right
 
 
 def judged(checks: list[parity.Check], folder: Any) -> judge.Comparison:
