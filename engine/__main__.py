@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_build)
     command = commands.add_parser("info", help="print devices, library, toolkit and compilers")
     command.set_defaults(run=_info)
-    command = commands.add_parser("toolkit", help="print the folder of the CUDA toolkit, for CUDA_HOME")
+    command = commands.add_parser("toolkit", help="print the folder of the CUDA toolkit, or run a command with it")
+    command.add_argument("command", nargs=argparse.REMAINDER, help="run with CUDA_HOME and PATH set to the toolkit")
     command.set_defaults(run=_toolkit)
     return parser
 
@@ -75,8 +77,16 @@ def _check(plan: build.Plan, built: build.Built) -> int:
 
 
 def _toolkit(options: argparse.Namespace) -> int:
-    print(toolkit.find().root)
-    return 0
+    root = toolkit.find().root
+    if not options.command:
+        print(root)
+        return 0
+    path = os.pathsep.join([str(root / "bin"), os.environ.get("PATH", "")])
+    environment = {**os.environ, "CUDA_HOME": str(root), "CUDACXX": str(root / "bin" / "nvcc"), "PATH": path}
+    try:
+        return subprocess.run(options.command, env=environment, check=False).returncode
+    except OSError as error:
+        raise ValueError(f"{options.command[0]} cannot be run: {error}") from error
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -51,6 +51,8 @@ class Recipe:
     def command(self, source: Source) -> tuple[str, ...]:
         """Compiles `source`; what is missing is the name of the object."""
         flags = self.flags
+        if source.path.suffix == ".c" and self.architectures:
+            flags = tuple("-Xcompiler=-std=c99" if flag == "-std=c++17" else flag for flag in flags)
         if self.architectures:
             flags += tuple(map(sources.gencode, sources.targets(self.architectures, source.wgmma)))
         elif source.path.name == "simt.cpp":
@@ -88,12 +90,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be made for one file. targets: of a CUDA library, what it is to hold."""
+    """What is to be made for one file.
+
+    targets: of a CUDA library, what it is to hold. first: what must be there before, the library of a program.
+    """
 
     objects: dict[str, Step]
     link: Step
     cache: Path
     targets: tuple[str, ...] = ()
+    first: Plan | None = None
 
     @property
     def path(self) -> Path:
@@ -101,8 +107,9 @@ class Plan:
 
     def run(self, jobs: int | None = None) -> Built:
         """Make what is not there yet. jobs: compilers at a time, None: one a core. Raises BuildError."""
+        made = self.first.run(jobs).made if self.first else 0
         with _alone(self.cache), ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-            made = sum(pool.map(Step.run, self.objects.values())) + self.link.run()
+            made += sum(pool.map(Step.run, self.objects.values())) + self.link.run()
         return Built(self.path, {name: step.log() for name, step in self.objects.items()}, made)
 
 
@@ -142,7 +149,7 @@ def plan_host(cache: Path = CACHE, list_file: Path = sources.LIST) -> Plan:
 def plan_host_program(
     test: Source, sanitizer: Sanitizer = "none", cache: Path = CACHE, list_file: Path = sources.LIST
 ) -> Plan:
-    """A test of kernels as a program that runs on the CPU."""
+    """A test, bench or demo as a program that runs kernels on the CPU."""
     listed = sources.of_stage(sources.read(list_file), "host", "kernel")
     return _plan((*listed, test), host_recipe(sanitizer), test.path.stem, (), cache)
 
@@ -152,6 +159,23 @@ def plan_cuda(architectures: Sequence[str] | None = None, cache: Path = CACHE, l
     listed = sources.of_stage(sources.read(list_file), "kernel", "engine")
     plan = _plan(listed, cuda_recipe(find(), chosen, listed), CUDA_NAME, ("-shared", "-Xlinker", "-z,defs"), cache)
     return replace(plan, targets=all_targets(chosen, listed))
+
+
+def plan_cuda_program(
+    test: Source,
+    architectures: Sequence[str] | None = None,
+    cache: Path = CACHE,
+    list_file: Path = sources.LIST,
+) -> Plan:
+    """A program: ktest and bench hold the kernels themselves, etest and demo load the library."""
+    library = plan_cuda(architectures, cache, list_file)
+    chosen = tuple(architectures or sources.architectures(os.environ.get("KDTREE_CUDA_ARCH")))
+    listed = sources.of_stage(sources.read(list_file), "kernel")
+    recipe = cuda_recipe(find(), chosen, listed)
+    if test.stage in ("ktest", "bench"):
+        return _plan((*listed, test), recipe, test.path.stem, (), cache)
+    options = (str(library.path), "-Xlinker", f"-rpath,{library.path.parent}")
+    return replace(_plan((test,), recipe, test.path.stem, options, cache), first=library)
 
 
 def host_recipe(sanitizer: Sanitizer = "none") -> Recipe:
@@ -193,7 +217,7 @@ def _plan(listed: Iterable[Source], recipe: Recipe, name: str, options: tuple[st
         key = _key(recipe, command, contents)
         path = cache / "objects" / f"{source.path.stem}-{recipe.name}-{key}.o"
         objects[source.path.name] = Step(command, path)
-    command = (recipe.program, *options, *(str(step.path) for step in objects.values()), *recipe.link, "-o")
+    command = (recipe.program, *(str(step.path) for step in objects.values()), *options, *recipe.link, "-o")
     return Plan(objects, Step(command, cache / f"{recipe.name}-{_key(recipe, command)}" / name), cache)
 
 
