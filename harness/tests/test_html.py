@@ -107,7 +107,6 @@ def visit(browser: str, folder: Path, document: str, *options: str) -> tuple[str
     done = subprocess.run(
         [browser, *flags, f"--user-data-dir={folder / 'profile'}", *options, file.as_uri()],
         capture_output=True,
-        timeout=120,
         check=True,
     )
     errors = done.stderr.decode("utf-8", "replace")

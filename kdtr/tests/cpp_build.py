@@ -49,6 +49,6 @@ def build(source: Path, *flags: str, compiler: str = "g++", include: Path = INCL
 
 def run(program: Path, *args: object) -> str:
     """Output of a program. Fails the test with all that it printed if it does not exit with 0."""
-    result = subprocess.run([program, *map(str, args)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([program, *map(str, args)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -69,7 +69,6 @@ def test_cpp_reader(level):
         [program, str(level), *paths],
         capture_output=True,
         text=True,
-        timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
     )
     assert (result.returncode, result.stderr) == (0, "")
