@@ -10,6 +10,9 @@ from typing import Any, Final
 from kdtr.benchmarks.measure import Sample
 from kdtr.console import table
 
+GROSS: Final = 2.0  # a goal missed by this factor, also in processor time, is no noise
+AGAIN: Final = 2
+
 _STATISTICS: Final[Mapping[str, Callable[[Sequence[Sample]], float]]] = {
     "median": lambda samples: statistics.median(sample.wall for sample in samples),
     "minimum": lambda samples: min(sample.wall for sample in samples),
@@ -74,6 +77,18 @@ class Measured:
         assert goal.milliseconds is not None
         return 1000 * self.seconds(arm, of) / goal.milliseconds
 
+    def grossly_missed(self) -> list[str]:
+        """Arms that are off their goal by more than noise explains, by the clock and in processor time.
+
+        Milliseconds depend on the machine: a baseline that is slower, too, shows that the machine is.
+        """
+        return [
+            arm
+            for arm, goal in self.goals.items()
+            if min(self.shortfall(arm), self.shortfall(arm, "cpu")) > GROSS
+            and (goal.against or self.seconds(arm, "cpu") > self.seconds(self.baseline, "cpu"))
+        ]
+
     def lines(self) -> list[str]:
         """The table as text: milliseconds, and how many times as fast as the baseline."""
         rows = []
@@ -86,6 +101,15 @@ class Measured:
         header = ("arm", "n", "median ms", "minimum ms", "x median", "x minimum", "x cpu", "goal", "is")
         note = f"x: time of {self.baseline} / time of the arm (higher is faster); cpu: minimum of processor time"
         return [self.title, *table(header, rows, right=header[1:7]), note]
+
+
+def confirmed(measured: Measured, again: Callable[[], Measured]) -> Measured:
+    """The measurement, or while a goal is grossly missed the next one, at most AGAIN times: bursts of others pass."""
+    for _ in range(AGAIN):
+        if not measured.grossly_missed():
+            break
+        measured = again()
+    return measured
 
 
 def of_file(stored: Mapping[str, Any]) -> list[Measured]:

@@ -19,14 +19,13 @@ import safetensors.numpy
 
 import kdtr
 from kdtr.benchmarks.measure import Arm, Sample, measure, timed
-from kdtr.benchmarks.tables import Goal, Measured
+from kdtr.benchmarks.tables import Goal, Measured, confirmed
 from kdtr.tests import cpp_build
 
 pytestmark = pytest.mark.bench
 
 MIB = int(os.environ.get("KDTREE_BENCH_MIB", "256"))
 ROUNDS = 7
-GROSS = 2.0  # a goal missed by this factor, also in processor time, is no noise
 N_LARGE, N_SMALL = max(1, 100 * MIB // 1024), 10_000  # large ones have 10 MiB whatever their number
 PAGE = 4096
 
@@ -67,16 +66,16 @@ def finish(
     goals: dict[str, Goal],
     slow: Collection[str] = (),
 ) -> None:
-    """Measure, store, and fail only where a goal is missed by more than noise can explain."""
-    samples = benchmark.pedantic(measure, args=(arms, ROUNDS, slow), rounds=1, iterations=1)
+    """Measure, store, and fail only where a goal is missed by more than noise can explain, each time anew."""
     baseline = next(iter(arms))
-    measured = Measured(title, baseline, samples, goals)
+    first = benchmark.pedantic(measure, args=(arms, ROUNDS, slow), rounds=1, iterations=1)
+    measured = confirmed(
+        Measured(title, baseline, first, goals),
+        lambda: Measured(title, baseline, measure(arms, ROUNDS, slow), goals),
+    )
     keep(measured)
-    for arm, goal in goals.items():
-        gross = min(measured.shortfall(arm), measured.shortfall(arm, "cpu")) > GROSS
-        # Milliseconds depend on the machine: a neighbour that is slower, too, shows that the machine is.
-        if gross and (goal.against or measured.seconds(arm, "cpu") > measured.seconds(baseline, "cpu")):
-            pytest.fail("\n".join(measured.lines()))
+    if measured.grossly_missed():
+        pytest.fail("\n".join(measured.lines()))
 
 
 # --- writers and readers, each of a whole set of arrays ---------------------------------------------------------------

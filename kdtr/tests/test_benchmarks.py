@@ -10,7 +10,7 @@ import pytest
 
 from kdtr.benchmarks.__main__ import main
 from kdtr.benchmarks.measure import Arm, Sample, measure, timed
-from kdtr.benchmarks.tables import Goal, Measured
+from kdtr.benchmarks.tables import Goal, Measured, confirmed
 
 
 def arm(log: list[str], name: str) -> Arm:
@@ -67,6 +67,38 @@ def test_table_and_goals() -> None:
     assert measured.shortfall("ours") == pytest.approx(0.9)
     assert measured.shortfall("ours", "median") == pytest.approx(0.9 * 12 / 20)
     assert measured.shortfall("small", "cpu") == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "small", "missed"),
+    [
+        (0.020, 0.009, []),
+        (0.023, 0.009, ["ours"]),
+        (0.020, 0.011, ["small"]),
+        (0.023, 0.011, ["ours", "small"]),
+    ],
+)
+def test_a_goal_is_grossly_missed_by_the_clock_and_in_processor_time(
+    ours: float, small: float, missed: list[str]
+) -> None:
+    samples = {"base": (0.010,), "ours": (ours,), "small": (small,)}
+    assert example(samples).grossly_missed() == missed
+    fast = {
+        name: [Sample(each.wall, each.wall / 10) for each in taken] for name, taken in example(samples).samples.items()
+    }
+    assert Measured("", "base", {**fast, "base": [Sample(0.010, 0.010)]}, example(samples).goals).grossly_missed() == []
+
+
+def test_a_slow_machine_misses_no_goal_in_milliseconds() -> None:
+    assert example({"base": (0.1,), "ours": (0.1,), "small": (0.09,)}).grossly_missed() == []
+
+
+@pytest.mark.parametrize(("taken", "used"), [((1,), 0), ((9, 1), 1), ((9, 9, 1), 2), ((9, 9, 9, 1), 2)])
+def test_a_gross_miss_is_measured_again_before_it_counts(taken: tuple[int, ...], used: int) -> None:
+    each = [example({"base": (0.010,), "ours": (0.010 * times,), "small": (0.001,)}) for times in taken]
+    further = iter(each[1:])
+    assert confirmed(each[0], lambda: next(further)) is each[used]
+    assert len(list(further)) == len(taken) - 1 - used
 
 
 def test_tables_come_back_from_a_stored_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
