@@ -7,8 +7,14 @@
 
 #ifdef KDTREE_HOST
 #include "host/simt.h"
+#define KDTREE_UNROLL
+#define KDTREE_UNROLL_BY(times)
 #else
 #include <cuda_runtime.h>
+// In front of a loop: how often nvcc unrolls it.
+#define KDTREE_PRAGMA(text) _Pragma(#text)
+#define KDTREE_UNROLL _Pragma("unroll")
+#define KDTREE_UNROLL_BY(times) KDTREE_PRAGMA(unroll times)
 // A kernel with template arguments goes in parentheses.
 #define KDTREE_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
