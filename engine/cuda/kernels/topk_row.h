@@ -1,0 +1,174 @@
+// How the top-k stage cuts a row of logits, and what its first kernel leaves for the second.
+//
+// Which lane holds which id depends on the id alone, never on where the row lies in memory, on how many rows there are
+// or on how many blocks share one: so a row's sums have the same bits in every batch and at every alignment.
+#pragma once
+
+#include "kernels/choice_row.h"
+#include "kernels/topk_wide.h"
+
+namespace kdtree {
+
+constexpr int kOctet = 8;               // neighbouring ids that one lane holds
+constexpr int kSteps = 4;               // octets of a lane
+constexpr int kStep = kWarp * kOctet;   // ids from a lane's octet to its next
+constexpr int kChunk = kSteps * kStep;  // ids that one warp sums
+constexpr unsigned kNoFault = 0xffffffffu;
+constexpr int kNoExponent = -(1 << 30);
+
+// Of one chunk: the sum of exp(logit) in units of 2^exponent, and the order of the greatest logit.
+struct ChunkSum {
+  double sum;
+  int exponent;  // kNoExponent: nothing was summed
+  unsigned top;
+};
+
+// Of one chunk: the sum of exp(logit - peak) over the logits below the row's peak, and how many equal it.
+struct PreciseSum {
+  Wide sum;
+  unsigned peaks;
+};
+
+// How rows of a call are cut. The same for every number of rows.
+struct RowPlan {
+  int chunks;
+  int group;           // neighbouring ids of which the greatest is kept; a power of two, 1 or 8..256; 0: k is 0
+  int64_t groups;      // of a row
+  int64_t row_groups;  // from row to row
+
+  RowPlan(int vocab_size, int k)
+      : chunks(static_cast<int>(ceil_div(vocab_size, kChunk))),
+        group(group_size(vocab_size, k)),
+        groups(0),
+        row_groups(0) {
+    if (group == 0) return;
+    groups = ceil_div(vocab_size, group);
+    row_groups = static_cast<int64_t>(round_up(static_cast<size_t>(chunks) * kChunk / group, 8));  // loads of 16 bytes
+  }
+
+  // Small groups are many maxima to look through, large ones many ids to look at again: with the square root of V / K
+  // both are few. At least 2 k of them, so that the k-th greatest maximum is near the k-th greatest logit.
+  static constexpr int group_size(int64_t vocab_size, int64_t k) {
+    if (k == 0) return 0;
+    if (vocab_size <= 2 * kChunk || vocab_size < 2 * kOctet * k) return 1;
+    int64_t size = kOctet;
+    while (size < kStep && k * 4 * size * size <= 2 * vocab_size) size *= 2;
+    return static_cast<int>(size);
+  }
+};
+
+// [rows, ...] of the workspace, rows counted over [R, L].
+struct RowScratch {
+  ChunkSum* sums;       // [rows, chunks]
+  PreciseSum* precise;  // [rows, chunks]
+  unsigned* faults;     // [rows, chunks] lowest id with NaN or +inf, kNoFault: none
+  unsigned* arrived;    // [rows] blocks that are done with `precise`
+  uint16_t* maxima;     // [rows, row_groups] upper halves of the orders of the greatest logits
+  size_t bytes;
+
+  RowScratch(void* base, int64_t rows, const RowPlan& plan) : bytes(0) {
+    sums = take<ChunkSum>(base, rows * plan.chunks);
+    precise = take<PreciseSum>(base, rows * plan.chunks);
+    faults = take<unsigned>(base, rows * plan.chunks);
+    arrived = take<unsigned>(base, rows);
+    maxima = take<uint16_t>(base, rows * plan.row_groups);
+  }
+
+ private:
+  template <typename T>
+  T* take(void* base, int64_t count) {
+    T* const at = reinterpret_cast<T*>(static_cast<unsigned char*>(base) + bytes);
+    bytes += round_up(static_cast<size_t>(count) * sizeof(T), 256);
+    return at;
+  }
+};
+
+// The inverse of order_of.
+__device__ inline float value_of(unsigned order) { return __uint_as_float(order >> 31 ? order & 0x7fffffffu : ~order); }
+
+__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+__device__ inline void widen_words(const unsigned (&words)[4], float (&x)[kOctet]) {
+KDTREE_UNROLL
+  for (int i = 0; i < kOctet; ++i) x[i] = __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+}
+__device__ inline void widen_words(const unsigned (&words)[8], float (&x)[kOctet]) {
+KDTREE_UNROLL
+  for (int i = 0; i < kOctet; ++i) x[i] = __uint_as_float(words[i]);
+}
+
+// The octet of ids first, first + 1, ...; -inf past the row's end.
+template <typename T>
+__device__ void load_octet_by_element(const T* row, unsigned first, unsigned size, float (&x)[kOctet]) {
+KDTREE_UNROLL
+  for (int i = 0; i < kOctet; ++i) x[i] = first + i < size ? widen(__ldg(row + first + i)) : minus_infinity();
+}
+
+// The octet at `at`, from the loads of 16 bytes that it touches: kVectors, one more than it needs unless `skip` is 0.
+template <typename T, int kVectors>
+__device__ void load_octet_by_vector(const T* at, unsigned skip, float (&x)[kOctet]) {
+  constexpr int kWords = kOctet * sizeof(T) / 4;
+  const uint4* const from = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(at) - skip);
+  unsigned loaded[4 * kVectors];
+KDTREE_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    const uint4 four = __ldg(from + v);
+    loaded[4 * v] = four.x;
+    loaded[4 * v + 1] = four.y;
+    loaded[4 * v + 2] = four.z;
+    loaded[4 * v + 3] = four.w;
+  }
+  if constexpr (4 * kVectors > kWords) {
+    if (skip & 8) {
+KDTREE_UNROLL
+      for (int w = 0; w < kWords + 2; ++w) loaded[w] = loaded[w + 2];
+    }
+    if (skip & 4) {
+KDTREE_UNROLL
+      for (int w = 0; w < kWords + 1; ++w) loaded[w] = loaded[w + 1];
+    }
+    if (skip & 2) {
+KDTREE_UNROLL
+      for (int w = 0; w < kWords; ++w) loaded[w] = loaded[w] >> 16 | loaded[w + 1] << 16;
+    }
+  }
+  unsigned words[kWords];
+KDTREE_UNROLL
+  for (int w = 0; w < kWords; ++w) words[w] = loaded[w];
+  widen_words(words, x);
+}
+
+// Bytes by which the row lies past a boundary of 16. The same for each of its octets.
+template <typename T>
+__device__ unsigned skip_of(const T* row) {
+  return static_cast<unsigned>(reinterpret_cast<uintptr_t>(row) % 16);
+}
+
+template <typename T>
+__device__ void load_octet(const T* row, unsigned first, unsigned size, float (&x)[kOctet]) {
+  if (skip_of(row) == 0 && first + kOctet <= size)
+    load_octet_by_vector<T, kOctet * sizeof(T) / 16>(row + first, 0, x);
+  else
+    load_octet_by_element(row, first, size, x);
+}
+
+// The lane's octets of a chunk. Loads of 16 bytes wherever none of them leaves the row; all are started before the
+// first is used.
+template <typename T>
+__device__ void load_chunk(const T* row, unsigned chunk, unsigned size, float (&x)[kSteps][kOctet]) {
+  constexpr int kVectors = kOctet * sizeof(T) / 16;
+  constexpr unsigned kMargin = 16 / sizeof(T);
+  const unsigned first = chunk * kChunk + lane_id() * kOctet, skip = skip_of(row);
+  if (skip == 0 && (chunk + 1) * kChunk <= size) {
+KDTREE_UNROLL
+    for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors>(row + first + s * kStep, 0, x[s]);
+  } else if (chunk > 0 && (chunk + 1) * kChunk + kMargin <= size) {
+KDTREE_UNROLL
+    for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors + 1>(row + first + s * kStep, skip, x[s]);
+  } else {
+KDTREE_UNROLL
+    for (int s = 0; s < kSteps; ++s) load_octet_by_element(row, first + s * kStep, size, x[s]);
+  }
+}
+
+}  // namespace kdtree
