@@ -3,6 +3,8 @@
 // tree_lists.h checks the lists and decides the route, tree_parallel.h and tree_serial.h find the nodes and their
 // order, this file writes them out: tokens, links, paths, visibility words, positions.
 
+#include <algorithm>
+
 #include "common/error.h"
 #include "kernels/tree_parallel.h"
 #include "kernels/tree_serial.h"
@@ -29,19 +31,12 @@ struct Output {
   }
 };
 
-// Score of a node that costs nothing, with the sign of zero that the contract's order of operations gives.
+// Score of a node that costs nothing. In the contract's order of operations it is -0 only as a sum of nothing but -0:
+// a step to the next sibling subtracts what was added, and 0 - 0 is +0.
 __device__ double zero_score(const Lists& lists, const TreeScratch& s, int node) {
-  int path[KDTREE_MAX_DEPTH];
-  const int depth = s.depths[node];
-  for (int d = depth, up = node; d >= 0; --d, up = s.parents[up]) path[d] = s.ranks[up];
-  double score = 0;
-  for (int d = 0; d <= depth; ++d) {
-    const double first = static_cast<double>(lists.at(d, 0));
-    score = d == 0 ? first : score + first;
-    for (int r = 0; r < path[d]; ++r)
-      score = (score - static_cast<double>(lists.at(d, r))) + static_cast<double>(lists.at(d, r + 1));
-  }
-  return score;
+  for (int d = s.depths[node]; d >= 0; --d, node = s.parents[node])
+    if (s.ranks[node] > 0 || __float_as_uint(lists.at(d, 0)) == 0) return 0.0;
+  return -0.0;
 }
 
 __device__ double score_of(const Lists& lists, const TreeScratch& s, const Found& found, const double* serial,
@@ -144,12 +139,21 @@ __device__ void write_visibility(const Output& out, const TreeScratch& s, const 
   }
 }
 
+// What a block shares beside its dynamic memory.
+struct BlockShared {
+  ListFacts facts;
+  unsigned totals[2][kWarp];  // of BlockScan
+  Frontier frontier;
+  float level[2][kBins], all[kBins];  // of the estimate, as is the answer
+  uint32_t answer;
+  int serial_count;
+};
+
 // Finds the nodes by threshold; count -1 where no threshold cuts near the budget.
-__device__ Found find_in_parallel(const Lists& lists, const ListFacts& facts, int budget, int reach,
-                                  const TreeScratch& s, BlockScan& scan) {
-  __shared__ Frontier frontier;
-  __shared__ float level[2][kBins], all[kBins];
-  __shared__ uint32_t answer;
+__device__ Found find_in_parallel(const Lists& lists, int budget, int reach, const TreeScratch& s, BlockShared& b) {
+  const ListFacts& facts = b.facts;
+  Frontier& frontier = b.frontier;
+  BlockScan scan(b.totals);
   const TreeSizes sizes(budget);
   const double unit = facts.low_bit == 1000 ? 1.0 : power_of_two(facts.low_bit);
   const size_t counts_bytes = static_cast<size_t>(lists.depths) * kBins * sizeof(int);
@@ -170,8 +174,8 @@ __device__ Found find_in_parallel(const Lists& lists, const ListFacts& facts, in
   const int wanted = nodes < static_cast<float>(budget) ? static_cast<int>(nodes) : budget;
   uint32_t high = static_cast<uint32_t>(frontier.bound), low = 0, threshold = high;
   if (nodes > static_cast<float>(sizes.nodes))
-    threshold =
-        estimate(costs, frontier.depths, reach, high, 1.35f * static_cast<float>(budget), counts, level, all, &answer);
+    threshold = estimate(costs, frontier.depths, reach, high, 1.35f * static_cast<float>(budget), counts, b.level,
+                         b.all, &b.answer);
   for (int tries = 0; tries < kMostTries; ++tries) {
     const int expanded = expand(costs, frontier.depths, threshold, sizes.nodes, s, scan);
     if (expanded >= wanted && expanded <= sizes.nodes) {
@@ -195,9 +199,8 @@ __device__ Found find_in_parallel(const Lists& lists, const ListFacts& facts, in
 
 __global__ void __launch_bounds__(1024) tree_build_kernel(kdtree_tree_build_args a, size_t shared_bytes) {
   KDTREE_DYNAMIC_SHARED(shared);
-  __shared__ ListFacts facts;
-  __shared__ unsigned totals[2][kWarp];
-  __shared__ int serial_count;
+  __shared__ BlockShared block;
+  ListFacts& facts = block.facts;
 
   const int request = static_cast<int>(blockIdx.x);
   const int32_t* const before = a.before != nullptr ? a.before + 3 * request : nullptr;
@@ -219,10 +222,8 @@ __global__ void __launch_bounds__(1024) tree_build_kernel(kdtree_tree_build_args
   __syncthreads();
   if (lists.depths > 0 && a.width > 0) {
     look_at(lists, min(budget, a.width), a.vocab_size, a.checked != 0, &facts);
-    if (a.checked == 0) {
-      unsigned char* const space = shared;  // all of it: nothing else lies there yet
-      check_repeats(lists, reinterpret_cast<int*>(space), static_cast<int>(shared_bytes / sizeof(int)), &facts);
-    }
+    if (a.checked == 0)  // with all the shared memory: nothing else lies there yet
+      check_repeats(lists, reinterpret_cast<int*>(shared), static_cast<int>(shared_bytes / sizeof(int)), &facts);
     __syncthreads();
     if (facts.fault != kNoFault) {
       code = static_cast<int>(facts.fault & 15u);
@@ -234,18 +235,17 @@ __global__ void __launch_bounds__(1024) tree_build_kernel(kdtree_tree_build_args
   Found found{0, 0, KDTREE_ROUTE_NONE, 0};
   SerialTree serial(scratch, a.budget);
   if (code == KDTREE_REQUEST_OK && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
-    BlockScan scan(totals);
     found.count = -1;
     if (sums_are_exact(facts, lists.depths))
-      found = find_in_parallel(lists, facts, budget, min(budget, a.width), scratch, scan);
+      found = find_in_parallel(lists, budget, min(budget, a.width), scratch, block);
     if (found.count < 0) {
       __syncthreads();
       if (warp_id() == 0) {
         const int count = serial.build(lists, facts.lengths, budget);
-        if (lane_id() == 0) serial_count = count;
+        if (lane_id() == 0) block.serial_count = count;
       }
       __syncthreads();
-      found = Found{serial_count, serial_count, KDTREE_ROUTE_SERIAL, 0};
+      found = Found{block.serial_count, block.serial_count, KDTREE_ROUTE_SERIAL, 0};
     }
   }
 
@@ -295,6 +295,45 @@ kdtree_status check(const kdtree_tree_build_args& a) {
   return arguments.status();
 }
 
+// Shared memory of a block in bytes: what a call takes, and the most that any call may; without BlockShared.
+struct SharedBytes {
+  size_t taken;
+  size_t most;
+};
+
+kdtree_status find_shared_bytes(const kdtree_tree_build_args& a, SharedBytes* out) {
+  size_t most = shared_memory_optin();
+  if (most == 0) return KDTREE_CUDA;
+  if (most > kMostShared) most = kMostShared;
+  size_t limit = most;
+  if (a.shared_memory_limit > 0 && static_cast<size_t>(a.shared_memory_limit) < limit)
+    limit = static_cast<size_t>(a.shared_memory_limit);
+
+  const size_t fixed = TreeScratch::fixed_bytes(a.budget), reach = static_cast<size_t>(std::min(a.width, a.budget));
+  const size_t depths = static_cast<size_t>(a.depth_limit), counts = depths * kBins * sizeof(int);
+  const size_t members = static_cast<size_t>(TreeSizes(a.budget).nodes) * sizeof(uint16_t);
+  const size_t set = sizeof(int) << set_bits(a.width);
+  const size_t least = round_up(fixed + std::max({counts, members, set, SerialTree::bytes(a.budget)}), 16);
+  if (least + sizeof(BlockShared) > limit)
+    return fail(KDTREE_UNSUPPORTED,
+                "kdtree_tree_build: depth limit %d, width %d, budget %d need at least %zu bytes of shared memory in a "
+                "block, which may have %zu",
+                a.depth_limit, a.width, a.budget, least + sizeof(BlockShared), limit);
+  // Costs of list entries that find no room are computed again from the lists.
+  const size_t whole = std::max(least, fixed + counts + depths * reach * sizeof(uint32_t));
+  *out = SharedBytes{std::min(whole, limit - sizeof(BlockShared)), most - sizeof(BlockShared)};
+  return KDTREE_OK;
+}
+
+kdtree_status launch(const kdtree_tree_build_args& a, const SharedBytes& shared) {
+  // Always the same allowance: another thread may be about to launch with more than this call takes.
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel), "kdtree_tree_build",
+                                              shared.most, sizeof(BlockShared)));
+  const dim3 grid(static_cast<unsigned>(a.requests)), block(static_cast<unsigned>(TreeSizes(a.budget).threads));
+  KDTREE_LAUNCH(tree_build_kernel, grid, block, shared.taken, static_cast<cudaStream_t>(a.stream), a, shared.taken);
+  return check_launch("tree_build_kernel");
+}
+
 }  // namespace
 }  // namespace kdtree
 
@@ -304,43 +343,31 @@ extern "C" size_t kdtree_tree_build_workspace(int32_t, int32_t, int32_t, int32_t
 
 extern "C" kdtree_status kdtree_tree_build(const kdtree_tree_build_args* args) {
   if (args == nullptr) return fail(KDTREE_POINTER, "kdtree_tree_build: args is NULL");
-  const kdtree_tree_build_args& a = *args;
-  KDTREE_RETURN_IF_FAILED(check(a));
-  const TreeSizes sizes(a.budget);
-  const int reach = a.width < a.budget ? a.width : a.budget;
-  const size_t fixed = TreeScratch::fixed_bytes(a.budget);
-  const size_t least = fixed + least_rest(a.depth_limit, a.width, a.budget);
-  const size_t counts = static_cast<size_t>(a.depth_limit) * kBins * sizeof(int);
-  const size_t whole = fixed + counts + static_cast<size_t>(a.depth_limit) * reach * sizeof(uint32_t);
-  size_t most = kMostShared;
-  if (a.shared_memory_limit > 0 && static_cast<size_t>(a.shared_memory_limit) < most)
-    most = static_cast<size_t>(a.shared_memory_limit);
-  size_t bytes = whole < most ? whole : most;  // list entries past that stay in global memory
-  if (bytes < least) bytes = least;
-  if (bytes > most)
-    return fail(KDTREE_UNSUPPORTED, "kdtree_tree_build: a block needs %zu bytes of shared memory, the limit is %zu",
-                bytes, most);
-  KDTREE_RETURN_IF_FAILED(
-      allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel), "kdtree_tree_build", bytes, 2048));
-  KDTREE_LAUNCH(tree_build_kernel, dim3(static_cast<unsigned>(a.requests)), dim3(static_cast<unsigned>(sizes.threads)),
-                bytes, static_cast<cudaStream_t>(a.stream), a, bytes);
-  return check_launch("tree_build_kernel");
+  SharedBytes shared{};
+  KDTREE_RETURN_IF_FAILED(check(*args));
+  KDTREE_RETURN_IF_FAILED(find_shared_bytes(*args, &shared));
+  return launch(*args, shared);
 }
 
 extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk, const kdtree_tree_build_args* tree) {
   if (topk == nullptr || tree == nullptr) return fail(KDTREE_POINTER, "kdtree_logits_tree: topk or tree is NULL");
   Arguments arguments("kdtree_logits_tree");
-  arguments.version(tree->struct_size, sizeof(*tree))
+  arguments.version(topk->struct_size, sizeof(*topk))
+      .version(tree->struct_size, sizeof(*tree))
       .range("tree.requests", tree->requests, topk->requests, topk->requests)
       .range("tree.depth_limit", tree->depth_limit, topk->depth_limit, topk->depth_limit)
       .range("tree.width", tree->width, topk->k, topk->k);
   if (arguments.failed()) return arguments.status();
-  if (tree->lp != topk->lp || tree->ids != topk->ids || tree->stream != topk->stream)
-    return fail(KDTREE_POINTER, "kdtree_logits_tree: tree must read the lists of topk, on the same stream");
-  KDTREE_RETURN_IF_FAILED(check(*tree));
-  KDTREE_RETURN_IF_FAILED(kdtree_topk_logprob(topk));
+  if (tree->lp != topk->lp || tree->ids != topk->ids || tree->depth_limits != topk->depth_limits ||
+      tree->stream != topk->stream)
+    return fail(KDTREE_POINTER, "kdtree_logits_tree: lp, ids, depth_limits and stream of tree must be those of topk");
+  // All that can be refused is refused before the first kernel is enqueued.
   kdtree_tree_build_args behind = *tree;
   behind.before = topk->status;  // a request whose logits are refused gets no tree
   behind.checked = 1;
-  return kdtree_tree_build(&behind);
+  SharedBytes shared{};
+  KDTREE_RETURN_IF_FAILED(check(behind));
+  KDTREE_RETURN_IF_FAILED(find_shared_bytes(behind, &shared));
+  KDTREE_RETURN_IF_FAILED(kdtree_topk_logprob(topk));
+  return launch(behind, shared);
 }

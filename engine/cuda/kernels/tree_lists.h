@@ -61,25 +61,27 @@ __device__ inline int entry_fault(const Lists& lists, int d, int r, int vocab_si
   return r > 0 && x > lists.at(d, r - 1) ? KDTREE_REQUEST_UNSORTED : 0;
 }
 
-// Adds `id` (>= 0) to a set of `slots` (a power of two) entries that hold ids or -1; false if it was there.
-__device__ inline bool add_id(int* set, int slots, int id) {
-  unsigned slot = static_cast<unsigned>(id) * 2654435761u;
-  for (slot &= slots - 1;; slot = (slot + 1) & (slots - 1)) {
+// A set of the ids of one row has 2^bits slots, at most half of them full, so that a search ends.
+__host__ __device__ constexpr int set_bits(int width) {
+  int bits = 5;
+  while ((1 << bits) < 2 * width) ++bits;
+  return bits;
+}
+
+// Adds `id` (>= 0) to a set whose slots hold ids or -1; false if it was there. The high bits of the product choose the
+// slot: ids that are multiples of a power of two differ there.
+__device__ inline bool add_id(int* set, int bits, int id) {
+  const unsigned last = (1u << bits) - 1;
+  for (unsigned slot = static_cast<unsigned>(id) * 2654435761u >> (32 - bits);; slot = (slot + 1) & last) {
     const int found = atomicCAS(&set[slot], -1, id);
     if (found == -1) return true;
     if (found == id) return false;
   }
 }
 
-__device__ inline int set_slots(int width) {
-  int slots = kWarp;
-  while (slots < 2 * width) slots *= 2;
-  return slots;
-}
-
 // Finds ids that stand twice among the finite entries of a row, with sets in `space` of `capacity` ints.
 __device__ inline void check_repeats(const Lists& lists, int* space, int capacity, ListFacts* facts) {
-  const int slots = set_slots(lists.width);
+  const int bits = set_bits(lists.width), slots = 1 << bits;
   const int rows = min(capacity / slots, lists.depths);
   for (int first = 0; first < lists.depths; first += rows) {
     const int entries = min(rows, lists.depths - first) * lists.width;
@@ -88,7 +90,7 @@ __device__ inline void check_repeats(const Lists& lists, int* space, int capacit
     bool repeated = false;
     for (int i = threadIdx.x; i < entries; i += blockDim.x) {
       const int d = first + i / lists.width, r = i % lists.width, id = lists.id(d, r);
-      if (is_finite(lists.at(d, r)) && id >= 0) repeated |= !add_id(space + (d - first) * slots, slots, id);
+      if (is_finite(lists.at(d, r)) && id >= 0) repeated |= !add_id(space + (d - first) * slots, bits, id);
     }
     if (!__syncthreads_or(repeated)) continue;
     for (int i = threadIdx.x; i < entries; i += blockDim.x) {  // rare: which one is the second of its id

@@ -69,7 +69,8 @@ struct Frontier {
   int depths;       // rows before the first empty one
 };
 
-// m levels of a nodes each hold a^m nodes: with a^m >= B they bound the cost of the B-th. All (depth, m) are tried.
+// The best w ranks at each of m levels in a row make w^m nodes: with w^m >= B the dearest of them bounds the cost of
+// the B-th node. All first levels and m are tried; with fewer than B nodes in all, the dearest of all is the bound.
 __device__ inline void find_bound(const Costs& costs, int depths, int budget, Frontier* out) {
   if (threadIdx.x == 0) {
     int used = 0;

@@ -6,10 +6,10 @@
 
 namespace kdtree {
 
-constexpr int kBins = 64;           // of the estimate of how many nodes lie below a cost
-constexpr int kMostItems = 3;       // items a thread handles in a scan
-constexpr uint16_t kNone = 0xffff;  // no node
-constexpr size_t kMostShared = 96 * 1024;
+constexpr int kBins = 64;                  // of the estimate of how many nodes lie below a cost
+constexpr int kMostItems = 3;              // items a thread handles in a scan
+constexpr uint16_t kNone = 0xffff;         // no node
+constexpr size_t kMostShared = 96 * 1024;  // of a block: every architecture has as much
 
 // Sizes that follow from the budget B alone.
 struct TreeSizes {
@@ -17,7 +17,7 @@ struct TreeSizes {
   int nodes;    // room for expanded nodes: the B best are among them
   int buckets;  // of the sort; a power of two
 
-  __host__ __device__ explicit TreeSizes(int budget)
+  __host__ __device__ constexpr explicit TreeSizes(int budget)
       : threads(budget <= 32    ? 128
                 : budget <= 128 ? 256
                 : budget <= 384 ? 512
@@ -30,6 +30,17 @@ struct TreeSizes {
                                 : 2048) {}
 };
 
+// The threads that a call has for its budget scan all that a request of any smaller one brings, and indices fit.
+constexpr bool sizes_fit() {
+  for (int budget = 0; budget <= KDTREE_MAX_BUDGET; ++budget) {
+    const TreeSizes sizes(budget);
+    const int items = kMostItems * sizes.threads;
+    if (sizes.nodes > items || sizes.buckets > items || sizes.nodes >= kNone) return false;
+  }
+  return true;
+}
+static_assert(sizes_fit(), "a thread handles kMostItems at most");
+
 // Nodes as they are found (both routes), in parallel arrays over the expanded index, and their order.
 struct TreeScratch {
   uint32_t* costs;      // [nodes] -score in units of the lowest bit
@@ -40,7 +51,8 @@ struct TreeScratch {
   uint16_t* places;     // [nodes] place in its bucket, then place in the order; >= B: not in the tree
   uint16_t* order;      // [B] expanded index by place
   uint8_t* depths;      // [nodes] 0: depth 1
-  unsigned char* rest;  // what is left: costs of list entries, sets of ids, the estimate's counts
+  unsigned char* rest;  // what is left, in turn: the estimate's counts and costs of list entries; the members of
+                        // buckets; the serial route's candidates
   size_t rest_bytes;
 
   static __host__ __device__ size_t fixed_bytes(int budget) {
@@ -64,15 +76,5 @@ struct TreeScratch {
     rest_bytes = bytes - fixed_bytes(budget);
   }
 };
-
-// Bytes of `rest` that a call cannot do without: the counts of the estimate, one set of ids, the serial route's heap.
-__host__ __device__ inline size_t least_rest(int depth_limit, int width, int budget) {
-  size_t slots = kWarp;
-  while (slots < 2 * static_cast<size_t>(width)) slots *= 2;
-  const size_t counts = static_cast<size_t>(depth_limit) * kBins * sizeof(int), set = slots * sizeof(int);
-  const size_t pending = (static_cast<size_t>(budget) + 2) * 32;
-  size_t most = counts > set ? counts : set;
-  return round_up(most > pending ? most : pending, 16);
-}
 
 }  // namespace kdtree

@@ -20,7 +20,11 @@ struct Candidate {
 struct SerialTree {
   const TreeScratch& s;
   Candidate* pending;  // [B + 2] slot i belongs to lane i % 32
-  double* scores;      // [B + 1]
+  double* scores;      // [B]
+
+  static constexpr size_t bytes(int budget) {
+    return (static_cast<size_t>(budget) + 2) * (sizeof(Candidate) + sizeof(double));
+  }
 
   __device__ explicit SerialTree(const TreeScratch& scratch, int budget)
       : s(scratch),
