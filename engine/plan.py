@@ -179,5 +179,5 @@ class stage(Generic[P, T]):  # noqa: N801  # used as a decorator
         self._prepare = prepare
         self.__doc__ = prepare.__doc__
 
-    def __get__(self, owner: Owner, kind: type | None = None) -> Stage[P, T]:
+    def __get__(self, owner: Any, kind: type | None = None) -> Stage[P, T]:
         return Stage(owner, self._prepare)
