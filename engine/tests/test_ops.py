@@ -133,16 +133,15 @@ def test_choices_greedy_and_drawn_are_the_references(ops):
     assert_array_equal(out.host()[0], rows[0].argmax(1))
     assert out.host()[1, :3].tolist() == [*rows[1, :2].argmax(1), -1]
     assert out.untouched().tolist() == [[False] * 4, [False, False, False, True]]
-    own = given(ops, np.float32([0.7, 1.3]), np.int32([0, 9]), np.float32([0.9, 1.0]), np.uint64([2**63 + 5, 0]))
-    drawn = ops.target_choice(
-        to_device(ops, rows[:, :2]),
-        positions=to_device(ops, positions[:, :2]),
-        **dict(zip(("temperatures", "top_k", "top_p", "seeds"), own, strict=True)),
-    )
-    params = (
-        SamplingParams(np.float32(0.7), 0, np.float32(0.9), 2**63 + 5),
-        SamplingParams(np.float32(1.3), 9, 1.0, 0),
-    )
+    own = {
+        "temperatures": np.array([0.75, 1.5], np.float32),
+        "top_k": np.array([0, 9], np.int32),
+        "top_p": np.array([0.875, 1.0], np.float32),
+        "seeds": np.array([2**63 + 5, 0], np.uint64),
+    }
+    device = {name: to_device(ops, array) for name, array in own.items()}
+    drawn = ops.target_choice(to_device(ops, rows[:, :2]), positions=to_device(ops, positions[:, :2]), **device)
+    params = (SamplingParams(0.75, 0, 0.875, 2**63 + 5), SamplingParams(1.5, 9))
     wanted = [choose_rows(rows[r, :2], params[r], positions[r, :2]) for r in range(2)]
     assert_array_equal(to_host(ops, drawn), wanted)
 
@@ -246,9 +245,9 @@ def test_wrong_arrays_are_named(ops, logits):
         ops.tree_build(lp, ids, B, root_tokens=roots)
     with pytest.raises(ArrayError, match=r"tree_build: ids must be int32 \[3, 5, 12\], got float32 \[3, 5, 12\]"):
         ops.tree_build(lp, lp, B)
-    with pytest.raises(ArrayError, match="arrays must be some of positions, .*, got parents, widths"):
+    with pytest.raises(ArrayError, match=r"arrays must be some of positions, .*, got parents, widths"):
         ops.tree_build(lp, ids, B, arrays=("paths", "widths", "parents"))
-    with pytest.raises(ArrayError, match="out must be of node_count, .*, got pathes"):
+    with pytest.raises(ArrayError, match=r"out must be of node_count, .*, got pathes"):
         ops.tree_build(lp, ids, B, out={"pathes": roots})
     with pytest.raises(ArrayError, match=r"tree_build: scores must be float64 \[3, 21\], got int32 \[4\]"):
         ops.tree_build(lp, ids, B, out={"scores": roots})
