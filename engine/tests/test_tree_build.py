@@ -12,21 +12,10 @@ import kdtr
 from engine.sources import CHECKOUT
 from engine.tests.backends import to_device, to_host
 from engine.tests.tree_checks import ROUTES, assert_routes, assert_same, built, check, heap_built
-from engine.tests.tree_lists import KINDS, ids_of, lists_of, mixed_batch, size_of, wanted
+from engine.tests.tree_lists import KINDS, drawn_options, ids_of, lists_of, mixed_batch, size_of, spoiled, wanted
 
 GOLDEN = CHECKOUT / "datasets" / "golden"
 RECORDED = sorted(GOLDEN.glob("drafter_lists_*.kdtr"))
-
-
-def drawn_options(rng, shape, budget):
-    """Roots, prefixes and sizes of their own for some of the calls."""
-    options = {
-        "root_tokens": rng.integers(0, 2**31, shape[0]),
-        "prefix_lengths": rng.integers(0, 2**20, shape[0]),
-        "depth_limits": rng.integers(0, shape[1] + 1, shape[0]),
-        "budgets": rng.integers(0, budget + 1, shape[0]),
-    }
-    return {name: array.astype(np.int32) for name, array in options.items() if rng.random() < 0.5}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -172,34 +161,6 @@ def test_the_largest_and_smallest_finite_numbers(ops):
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def spoiled(rng, lp, ids, faults, vocab_size):
-    """Copies of the lists of one request with some faults of any kind."""
-    lp, ids = lp.copy(), ids.copy()
-    depth, width = lp.shape
-    for _ in range(faults):
-        d, r, other = int(rng.integers(depth)), int(rng.integers(width)), int(rng.integers(width))
-        match rng.integers(9):
-            case 0:
-                lp[d, r] = np.nan
-            case 1:
-                lp[d, r] = -np.float32(np.nan)
-            case 2:
-                lp[d, r] = np.inf
-            case 3:
-                ids[d, r] = rng.choice([-1, -(2**31)])
-            case 4:
-                ids[d, r] = rng.choice([vocab_size, 2**31 - 1])
-            case 5:
-                lp[d, r:] = np.nextafter(lp[d, r - 1] if r else lp[d, r], np.float32(np.inf))
-            case 6:
-                ids[d, r] = ids[d, other]  # a repeat only if both are finite and not one
-            case 7:
-                lp[d, r] = -np.inf  # unsorted unless it ends the row
-            case _:
-                ids[d:, r] = ids[d:, other]  # in several rows
-    return lp, ids
 
 
 @pytest.mark.parametrize("seed", range(3))

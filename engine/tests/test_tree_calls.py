@@ -96,7 +96,7 @@ def test_an_array_between_two_elements_is_refused_by_name(ops):
     """Case C38."""
     for name in Arguments(ops).arrays:
         arguments = Arguments(ops)
-        size = np.dtype(dict(abi.TreeBuildArgs._fields_)[name].dtype).itemsize
+        size = arguments.arrays[name].dtype.itemsize
         for offset in (1, 2, size // 2):
             setattr(arguments.struct, name, address(ops, arguments.arrays[name]) + offset)
             with pytest.raises(AlignmentError, match=rf"kdtree_tree_build: {name} at .* aligned to {size} bytes"):

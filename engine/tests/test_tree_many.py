@@ -1,0 +1,66 @@
+"""Trees of the device against those of the C++ heap builder, in numbers: 100,000 on a GPU, 6,000 on the CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from engine import abi
+from engine.tests.backends import is_host
+from engine.tests.tree_checks import assert_routes, assert_same, built, heap_built
+from engine.tests.tree_lists import KINDS, drawn_options, lists_of, size_of, spoiled, wanted
+
+CASES = {"host": 6_000, "cuda": 100_000}
+# One call's requests and largest budget, and how often it is drawn: what a serving batch has, and the whole range.
+CALLS = {"host": ((64, 64, 8), (8, 300, 3), (1, 1024, 1)), "cuda": ((256, 64, 4), (256, 256, 3), (64, 1024, 1))}
+
+
+def test_many_trees_are_those_of_the_heap(ops):
+    backend = "host" if is_host(ops) else "cuda"
+    calls = [(requests, largest) for requests, largest, share in CALLS[backend] for _ in range(share)]
+    rng = np.random.default_rng(20261)
+    routes: Counter[str] = Counter()
+    refused = 0
+    kinds = list(KINDS)
+    while routes.total() < CASES[backend]:
+        requests, largest = calls[int(rng.integers(len(calls)))]
+        depth, width, budget = size_of(rng, largest)
+        chosen = rng.integers(0, len(kinds), requests)
+        lp, ids = mixed(rng, [kinds[i] for i in chosen], depth, width)
+        for r in np.flatnonzero(rng.random(requests) < 0.03):
+            lp[r], ids[r] = spoiled(rng, lp[r], ids[r], faults=2, vocab_size=2**31 - 1)
+        options = drawn_options(rng, lp.shape, budget)
+        case = f"after {routes.total()} cases: {list(lp.shape)}, budget {budget}, {sorted(options)}"
+        found = built(ops, lp, ids, budget, **options)
+        assert_routes(found)
+        assert_same(found, heap_built(ops, lp, ids, budget, **options), case)
+        routes.update(abi.ROUTES[route] for route in found["route"].tolist())
+        refused += int((found["status"][:, 0] > 0).sum())
+    print(f"{backend}: {routes.total()} trees, {dict(routes)}, {refused} refused")
+    assert refused > CASES[backend] / 100
+    assert routes["none"] > refused
+    assert routes["serial"] > CASES[backend] / 100
+    assert routes["parallel"] > CASES[backend] / 3
+
+
+def mixed(rng, kinds, depth, width):
+    """Lists of one kind a request; requests of a kind are drawn together."""
+    lp = np.empty((len(kinds), depth, width), np.float32)
+    ids = np.empty(lp.shape, np.int32)
+    for kind in sorted(set(kinds)):
+        these = np.flatnonzero(np.array(kinds) == kind)
+        lp[these], ids[these] = lists_of(kind, rng, (len(these), depth, width))
+    return lp, ids
+
+
+@pytest.mark.parametrize("ends", [0.0, 0.2])
+def test_the_heap_gives_the_trees_of_the_reference(ops, ends):
+    """So that the comparison above is one with the reference; more of it stands in harness/tests/test_heap_tree.py."""
+    rng = np.random.default_rng(1)
+    for kind in KINDS:
+        depth, width, budget = size_of(rng, 128)
+        lp, ids = lists_of(kind, rng, (3, depth, width), ends=ends)
+        options = drawn_options(rng, lp.shape, budget)
+        assert_same(heap_built(ops, lp, ids, budget, **options), wanted(lp, ids, budget, **options), kind)
