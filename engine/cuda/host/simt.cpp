@@ -97,23 +97,25 @@ class Random {
   uint64_t state_;
 };
 
-// Which warp and which of its lanes come first: in order without a seed, else as bad as can be - one warp runs ahead
-// until it must wait, and which one that is changes now and then.
+// Which warp and which of its lanes come first. Seed 0: in order. Otherwise as badly as can be, one warp running ahead
+// until it must wait: with seed 1 always the last one and its last lane, with others one by lot, which changes now and
+// then.
 class Order {
  public:
-  Order(uint64_t seed, uint64_t block, unsigned warps)
-      : random_(seed << 40 ^ block), seeded_(seed != 0), warps_(warps) {
+  Order(uint64_t seed, uint64_t block, unsigned warps) : random_(seed << 40 ^ block), seed_(seed), warps_(warps) {
     std::iota(priority_, priority_ + warps, 0u);
-    if (seeded_) shuffle();
+    if (seed == 1) std::reverse(priority_, priority_ + warps);
+    if (seed > 1) shuffle();
   }
 
   unsigned warp(unsigned place) const { return priority_[place]; }
 
   // The lane to start with, and the step to the next one modulo 32.
   void turn(unsigned* first, unsigned* step) {
-    *first = seeded_ ? random_.below(32) : 0;
-    *step = seeded_ && random_.below(2) != 0 ? 31 : 1;
-    if (seeded_ && random_.below(8) == 0) shuffle();
+    constexpr unsigned kBack = 31;
+    *first = seed_ > 1 ? random_.below(32) : seed_ == 1 ? 31 : 0;
+    *step = seed_ == 1 || (seed_ > 1 && random_.below(2) != 0) ? kBack : 1;
+    if (seed_ > 1 && random_.below(8) == 0) shuffle();
   }
 
  private:
@@ -122,16 +124,18 @@ class Order {
   }
 
   Random random_;
-  bool seeded_;
+  uint64_t seed_;
   unsigned warps_;
   unsigned priority_[kMaxWarps];
 };
 
-// i -> (i step + start) mod n, a permutation since step and n have no common factor; the identity without a seed.
+// The same for blocks: i -> (i step + start) mod n, a permutation since step and n have no common factor.
 class BlockOrder {
  public:
   BlockOrder(uint64_t seed, uint64_t n) : n_(n) {
     if (seed == 0) return;
+    start_ = step_ = n - 1;
+    if (seed == 1) return;
     Random random(seed);
     start_ = random.below(0x7fffffff) % n;
     do step_ = 1 + random.below(0x7fffffff) % n;
@@ -360,11 +364,11 @@ std::string Machine::whereabouts(unsigned i) const {
     return std::string(thread.op->name) + place + mask;
   }
   if ((warp.at_barrier & bit) != 0) return name_of(thread.barrier) + place;
-  return "can run";
+  return (warp.runnable & bit) != 0 ? "may run" : "runs";
 }
 
 void Machine::stop(const std::string& why) const {
-  std::fprintf(stderr, "kdtree host: %s\n%s, block (%u, %u, %u) of %u threads:\n", why.c_str(), launch_->name,
+  std::fprintf(stderr, "kdtree host: %s\n  %s, block (%u, %u, %u) of %u threads:\n", why.c_str(), launch_->name,
                block_.index.x, block_.index.y, block_.index.z, threads_);
   for (unsigned from = 0, to; from < threads_; from = to) {
     const std::string where = whereabouts(from);

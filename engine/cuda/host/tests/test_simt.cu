@@ -424,12 +424,17 @@ TEST(impossible_launches_are_errors) {
   CHECK_EQUAL(launch(dim3(1, 65536), 1, 0), cudaErrorInvalidConfiguration);
   CHECK_EQUAL(launch(1, 64, 48 * 1024), cudaSuccess);
   CHECK_EQUAL(launch(1, 64, 48 * 1024 + 1), cudaErrorInvalidValue);
+  int most = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+  if (const char* bytes = std::getenv("KDTREE_HOST_SHARED_MEMORY")) CHECK_EQUAL(most, std::atoi(bytes));
   const auto kernel = scaled_kernel<1, double>;
-  CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 * 1024));
-  CHECK_EQUAL(launch(1, 64, 64 * 1024), cudaSuccess);
-  CHECK_EQUAL(launch(1, 64, 64 * 1024 + 1), cudaErrorInvalidValue);
-  CHECK_EQUAL(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 30),
-              cudaErrorInvalidValue);
+  const auto allow = [&](int bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  };
+  CHECK_CUDA(allow(most));
+  CHECK_EQUAL(launch(1, 64, most), cudaSuccess);
+  CHECK_EQUAL(launch(1, 64, most + 1), cudaErrorInvalidValue);
+  CHECK_EQUAL(allow(most + 1), cudaErrorInvalidValue);
   CHECK_EQUAL(cudaPeekAtLastError(), cudaErrorInvalidValue);
   CHECK_EQUAL(cudaGetLastError(), cudaErrorInvalidValue);
   CHECK_EQUAL(cudaGetLastError(), cudaSuccess);
