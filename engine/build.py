@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from engine import sources
+from engine import contents, sources
 from engine.sources import Source
 from engine.toolkit import BuildError as BuildError
 from engine.toolkit import Toolkit, find
@@ -79,7 +79,8 @@ class Step:
         done = subprocess.run([*self.command, str(partial)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             partial.unlink(missing_ok=True)
-            raise BuildError(f"{' '.join((*self.command, self.path.name))}\n{done.stdout}{done.stderr}".rstrip())
+            said = "\n".join(contents.warnings(done.stdout + done.stderr))
+            raise BuildError(f"{' '.join((*self.command, self.path.name))}\n{said}")
         self.path.with_name(f"{self.path.name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         partial.replace(self.path)
         return True
@@ -213,8 +214,8 @@ def _plan(listed: Iterable[Source], recipe: Recipe, name: str, options: tuple[st
         if not source.path.is_file():
             raise BuildError(f"{source.path} is in the list of sources but does not exist")
         command = recipe.command(source)
-        contents = (file.read_bytes() for file in sources.with_headers(source.path))
-        key = _key(recipe, command, contents)
+        read = (file.read_bytes() for file in sources.with_headers(source.path))
+        key = _key(recipe, command, read)
         path = cache / "objects" / f"{source.path.stem}-{recipe.name}-{key}.o"
         objects[source.path.name] = Step(command, path)
     command = (recipe.program, *(str(step.path) for step in objects.values()), *options, *recipe.link, "-o")
