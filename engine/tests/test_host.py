@@ -1,4 +1,7 @@
-"""Kernels executed on the CPU (engine/cuda/host): right results in every order, planted faults are caught."""
+"""Kernels executed on the CPU (engine/cuda/host): right results in every order, planted faults are caught.
+
+test_native.py runs the same and all other C++ tests under the sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,15 @@ import pytest
 from engine import build
 from engine.sources import CUDA, Source
 
-FOLDER = CUDA / "host" / "tests"
-LIST = FOLDER / "sources.txt"
+LIST = CUDA / "host" / "tests" / "sources.txt"  # the host library without the engine's kernels
+FAULTS = CUDA / "host" / "tests" / "faults.cu"
+SEMANTICS, TILES = CUDA / "tests" / "test_simt.cu", CUDA / "tests" / "test_ptx.cu"
 STUCK = 86  # exit status of a program whose kernel breaks a rule of barriers, masks or alignment
-SEEDS = (1, 2, 3)
 ORDERS = {
     "plain": {},
-    **{f"seed {seed}": {"KDTREE_HOST_SEED": str(seed)} for seed in SEEDS},
+    **{f"seed {seed}": {"KDTREE_HOST_SEED": str(seed)} for seed in (1, 2, 3)},
     "two OS threads": {"KDTREE_HOST_THREADS": "2"},
     "99 KiB": {"KDTREE_HOST_SHARED_MEMORY": "101376"},
-}
-SANITIZED: dict[build.Sanitizer, dict[str, str]] = {
-    "thread": {"KDTREE_TINY": "1"},
-    "address": {"KDTREE_TINY": "1"},
 }
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -36,7 +35,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Callable[[build.Sanitizer], Sequence[str]]:
     """What to put before the command of a sanitized program; skips where the compiler has no such sanitizer.
 
-    ThreadSanitizer's map of memory may not fit where the kernel spreads addresses widely: setarch -R stops that.
+    Where the system spreads addresses widely, ThreadSanitizer's memory fits by luck only: setarch -R stops that.
     """
     folder = tmp_path_factory.mktemp("sanitizer")
     found: dict[build.Sanitizer, Sequence[str] | str] = {}
@@ -48,7 +47,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Callable[[build.Sanitize
         made = _run([recipe.program, *recipe.link, str(source), "-o", str(program)])
         if made.returncode != 0:
             return f"{recipe.program} has no {sanitizer} sanitizer: {made.stderr.strip().splitlines()[-1]}"
-        for before in ([], ["setarch", "-R"]):
+        for before in (["setarch", "-R"], []):
             if (not before or shutil.which(before[0])) and _run([*before, str(program)]).returncode == 0:
                 return before
         return f"programs with the {sanitizer} sanitizer do not start here"
@@ -68,19 +67,19 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Callable[[build.Sanitize
 
 @pytest.fixture(scope="module")
 def run(prefix: Callable[[build.Sanitizer], Sequence[str]]) -> Run:
-    """run(name, *arguments, sanitizer="none", **environment): a program of host/tests, built when first asked for."""
-    built: dict[tuple[str, build.Sanitizer], Path] = {}
+    """run(program, *arguments, sanitizer="none", **environment): its source is built when first asked for."""
+    built: dict[tuple[Path, build.Sanitizer], Path] = {}
 
     def run(
-        name: str, *arguments: str, sanitizer: build.Sanitizer = "none", **environment: str
+        program: Path, *arguments: str, sanitizer: build.Sanitizer = "none", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         if shutil.which(os.environ.get("CXX") or "g++") is None:
             pytest.skip("no C++ compiler")
         before = prefix(sanitizer)
-        if (name, sanitizer) not in built:
-            plan = build.plan_host_program(Source("ktest", FOLDER / name), sanitizer, list_file=LIST)
-            built[name, sanitizer] = plan.run().path
-        return _run([*before, str(built[name, sanitizer]), *arguments], **environment)
+        if (program, sanitizer) not in built:
+            plan = build.plan_host_program(Source("ktest", program), sanitizer, list_file=LIST)
+            built[program, sanitizer] = plan.run().path
+        return _run([*before, str(built[program, sanitizer]), *arguments], **environment)
 
     return run
 
@@ -96,28 +95,21 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 def _lines(fault: str) -> set[int]:
     """The lines of faults.cu that are marked as those that race in `fault`."""
-    text = (FOLDER / "faults.cu").read_text(encoding="utf-8").splitlines()
+    text = FAULTS.read_text(encoding="utf-8").splitlines()
     return {number for number, line in enumerate(text, 1) if line.endswith(f"// races in {fault}")}
 
 
-@pytest.mark.parametrize("program", ["test_simt.cu", "test_ptx.cu"])
+@pytest.mark.parametrize("program", [SEMANTICS, TILES], ids=lambda path: path.stem)
 @pytest.mark.parametrize("order", ORDERS)
-def test_right_results_in_every_order(run: Run, program: str, order: str) -> None:
+def test_right_results_in_every_order(run: Run, program: Path, order: str) -> None:
     done = run(program, **ORDERS[order])
-    assert done.returncode == 0, _said(done)
-
-
-@pytest.mark.parametrize("program", ["test_simt.cu", "test_ptx.cu"])
-@pytest.mark.parametrize("sanitizer", SANITIZED)
-def test_right_kernels_give_no_alarm(run: Run, program: str, sanitizer: build.Sanitizer) -> None:
-    done = run(program, sanitizer=sanitizer, **SANITIZED[sanitizer])
     assert done.returncode == 0, _said(done)
 
 
 def test_stacks_switched_by_the_c_library(run: Run, tmp_path: Path) -> None:
     """Where there is no assembly for the processor, ucontext switches."""
-    run("test_simt.cu", "indices")
-    plan = build.plan_host_program(Source("ktest", FOLDER / "test_simt.cu"), list_file=LIST)
+    run(SEMANTICS, "indices")
+    plan = build.plan_host_program(Source("ktest", SEMANTICS), list_file=LIST)
     compiler, *rest = plan.objects["simt.cpp"].command
     scheduler = tmp_path / "simt.o"
     made = _run([compiler, "-DKDTREE_HOST_UCONTEXT", *rest, str(scheduler)])
@@ -132,14 +124,13 @@ def test_stacks_switched_by_the_c_library(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["missing_barrier", "missing_warp_barrier", "next_block"])
 def test_the_plain_order_hides_what_a_seed_shows(run: Run, fault: str) -> None:
-    assert run("faults.cu", fault).returncode == 0
-    wrong = [seed for seed in SEEDS if run("faults.cu", fault, KDTREE_HOST_SEED=str(seed)).returncode == 1]
-    assert 1 in wrong
+    assert run(FAULTS, fault).returncode == 0
+    assert run(FAULTS, fault, KDTREE_HOST_SEED="1").returncode == 1
 
 
 @pytest.mark.parametrize("fault", ["missing_barrier", "missing_warp_barrier", "shuffle_for_a_barrier"])
 def test_the_race_detector_names_the_line(run: Run, fault: str) -> None:
-    done = run("faults.cu", fault, sanitizer="thread")
+    done = run(FAULTS, fault, sanitizer="thread")
     summary = re.search(r"SUMMARY: ThreadSanitizer: data race \S*faults\.cu:(\d+)", done.stderr)
     assert summary, _said(done)
     assert int(summary[1]) in _lines(fault)
@@ -147,12 +138,12 @@ def test_the_race_detector_names_the_line(run: Run, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["weak_wait", "unwritten_dynamic", "unwritten_static", "lane_out_of_mask"])
 def test_what_was_never_written_is_a_nan(run: Run, fault: str) -> None:
-    done = run("faults.cu", fault)
+    done = run(FAULTS, fault)
     assert done.returncode == 1, _said(done)
 
 
 def test_a_copy_lands_where_the_wait_is_strong_enough(run: Run) -> None:
-    done = run("faults.cu", "right_wait")
+    done = run(FAULTS, "right_wait")
     assert done.returncode == 0, _said(done)
 
 
@@ -165,7 +156,7 @@ def test_a_copy_lands_where_the_wait_is_strong_enough(run: Run) -> None:
     ],
 )
 def test_overruns_of_memory_are_seen(run: Run, fault: str, message: str) -> None:
-    done = run("faults.cu", fault, sanitizer="address")
+    done = run(FAULTS, fault, sanitizer="address")
     assert done.returncode != 0
     assert re.search(message, done.stderr), _said(done)
 
@@ -191,7 +182,7 @@ def test_overruns_of_memory_are_seen(run: Run, fault: str, message: str) -> None
 def test_broken_rules_stop_the_program_and_say_who_waits_where(
     run: Run, fault: str, why: str, who: str, order: str
 ) -> None:
-    done = run("faults.cu", fault, **ORDERS[order])
+    done = run(FAULTS, fault, **ORDERS[order])
     assert done.returncode == STUCK, _said(done)
     assert why in done.stderr
     assert re.search(who, done.stderr), done.stderr
