@@ -20,7 +20,7 @@ from harness.compare import NOT_COMPARABLE, OFF, Baseline, Exit, compare
 from harness.environment import CHECKOUT, capture
 from harness.parity import combine
 from harness.records import Gpu, Parity, Row, Timing
-from harness.stats import Verdict
+from harness.stats import Verdict, summarise
 from harness.tests.examples import make_environment, make_row
 from harness.timing import CpuClock, interleave
 from reference.drafter import NoisyOracleDrafter
@@ -373,14 +373,14 @@ def workload() -> tuple[HashTarget, NoisyOracleDrafter, tuple[int, ...]]:
     return target, NoisyOracleDrafter(truth, VOCAB, 8, seed=1), truth
 
 
-TRIALS, MOST, ENOUGH_S, LIMIT_S = 20, 15, 60.0, 400.0
+TRIALS, LIMIT_S, QUIET = 20, 60.0, 0.05
 
 
-def test_on_a_real_run_the_judge_is_never_wrong_and_mostly_decides(workload):
-    """The same build twice, and a delay of 15 %, measured in turns: 20 trials, each again while it is undecided.
+def test_on_a_real_run_the_judge_is_never_wrong_and_decides_unless_the_turns_disagree(workload):
+    """The same build twice, and a delay of 15 %, measured in turns until each is decided 20 times, or for a minute.
 
-    A busy machine may leave trials undecided, so after a minute most of them are enough; wrong it may make none. That
-    all 20 are decided where the noise is known is held in test_stats.
+    However busy the machine is, no verdict may be wrong; and none may be missing where the ratios of the turns are
+    within a few percent. That all are decided in spite of noise is held where the noise is known, in test_stats.
     """
     target, drafter, _ = workload
     clock = CpuClock()
@@ -399,11 +399,7 @@ def test_on_a_real_run_the_judge_is_never_wrong_and_mostly_decides(workload):
     environment = capture()
     undecided = {"new": TRIALS, "late": TRIALS}
     begun = time.monotonic()
-    while any(undecided.values()):
-        spent = time.monotonic() - begun
-        if spent > ENOUGH_S and max(undecided.values()) <= TRIALS - MOST:
-            break
-        assert spent < LIMIT_S, f"undecided after {spent:.0f} s, of {TRIALS} trials: {undecided}"
+    while any(undecided.values()) and time.monotonic() - begun < LIMIT_S:
         arms = interleave({"old": decode, "new": decode, "late": delayed}, samples=40, best_of=2, clock=clock)
         for arm, right in (("new", Verdict.SAME), ("late", Verdict.SLOW)):
             # In pairs, as the prompts of two runs are compared, and as two runs that know nothing of each other.
@@ -416,7 +412,10 @@ def test_on_a_real_run_the_judge_is_never_wrong_and_mostly_decides(workload):
                 (verdict,) = results(found, "time")
                 assert verdict in (right, Verdict.AMBG), (arm, found.lines, old.timing, row.timing)
                 assert found.exit == (Exit.REGRESSION if verdict == Verdict.SLOW else Exit.FINE)
-            undecided[arm] -= undecided[arm] > 0 and verdict == right
+            undecided[arm] -= undecided[arm] > 0 and verdict == right  # that of the pairs
+            turns = summarise([b / a for a, b in zip(*(arms[n].timing.samples_s for n in ("old", arm)), strict=True)])
+            assert turns.median is not None
+            assert verdict == right or turns.spread > QUIET * turns.median, (arm, found.lines, turns)
 
 
 def judged(checks: list[parity.Check], folder: Any) -> judge.Comparison:
