@@ -143,7 +143,7 @@ def cuda_library(architectures: Sequence[str] | None = None) -> Path:
 
 
 def plan_host(cache: Path = CACHE, list_file: Path = sources.LIST) -> Plan:
-    listed = sources.of_stage(sources.read(list_file), "host", "kernel")
+    listed = sources.of_stage(sources.read(list_file), "host", "kernel", "engine")
     return _plan(listed, host_recipe(), HOST_NAME, ("-shared", "-Wl,-z,defs"), cache)
 
 
@@ -151,7 +151,7 @@ def plan_host_program(
     test: Source, sanitizer: Sanitizer = "none", cache: Path = CACHE, list_file: Path = sources.LIST
 ) -> Plan:
     """A test, bench or demo as a program that runs kernels on the CPU."""
-    listed = sources.of_stage(sources.read(list_file), "host", "kernel")
+    listed = sources.of_stage(sources.read(list_file), "host", "kernel", "engine")
     return _plan((*listed, test), host_recipe(sanitizer), test.path.stem, (), cache)
 
 
@@ -168,10 +168,10 @@ def plan_cuda_program(
     cache: Path = CACHE,
     list_file: Path = sources.LIST,
 ) -> Plan:
-    """A program: ktest and bench hold the kernels themselves, etest and demo load the library."""
+    """A program: ktest and bench hold the objects of the library, etest and demo load the library."""
     library = plan_cuda(architectures, cache, list_file)
     chosen = tuple(architectures or sources.architectures(os.environ.get("KDTREE_CUDA_ARCH")))
-    listed = sources.of_stage(sources.read(list_file), "kernel")
+    listed = sources.of_stage(sources.read(list_file), "kernel", "engine")
     recipe = cuda_recipe(find(), chosen, listed)
     if test.stage in ("ktest", "bench"):
         return _plan((*listed, test), recipe, test.path.stem, (), cache)

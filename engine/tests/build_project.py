@@ -13,7 +13,7 @@ FILES = {
 kernel kernels/plain.cu
 kernel kernels/wide.cu wgmma # needs sm_90a
 kernel common/plain.cpp
-engine engine/engine.cpp
+engine model/engine.cpp
 
 ktest tests/test_kernel.cu
 etest tests/test_engine.cpp
@@ -55,8 +55,12 @@ int half();
 int twice(int);
 int answer(void) { return twice(half()); }
 """,
-    "engine/engine.cpp": "int hidden() { return 1; }\n",
-    "tests/test_kernel.cu": '#include "answer.h"\nint main() { return answer() == 42 ? 0 : 1; }\n',
+    "model/engine.cpp": "int one() { return 1; }\n",
+    "tests/test_kernel.cu": """\
+#include "answer.h"
+int one();
+int main() { return answer() * one() == 42 ? 0 : 1; }
+""",
     "tests/test_engine.cpp": '#include "answer.h"\nint main() { return answer() == 42 ? 0 : 1; }\n',
     "tests/test_c.c": '#include "answer.h"\nint main(void) { return answer() == 42 ? 0 : 1; }\n',
     "tests/test_skips.cu": """\

@@ -54,7 +54,7 @@ def call(path: Path, name: str) -> int:
 @needs_cxx
 def test_what_is_there_is_not_made_again(project: Path):
     first = host(project).run()
-    assert (first.made, list(first.logs)) == (4, ["plain.cu", "wide.cu", "plain.cpp"])
+    assert (first.made, list(first.logs)) == (5, ["plain.cu", "wide.cu", "plain.cpp", "engine.cpp"])
     assert call(first.path, "answer") == 42
     (project / "kernels" / "plain.cu").touch()  # time stamps say nothing
     again = host(project).run()
@@ -82,7 +82,7 @@ def test_other_flags_are_another_library(project: Path, monkeypatch: pytest.Monk
     first = host(project).run()
     monkeypatch.setattr(build, "HOST_FLAGS", (*build.HOST_FLAGS, "-DANOTHER"))
     second = host(project).run()
-    assert (second.made, second.path != first.path) == (4, True)
+    assert (second.made, second.path != first.path) == (5, True)
 
 
 @needs_cxx
@@ -96,7 +96,7 @@ def test_processes_at_the_same_time_make_every_file_once(project: Path):
         subprocess.Popen([sys.executable, "-c", script], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    assert sorted(int(process.communicate()[0]) for process in processes) == [0, 0, 4]
+    assert sorted(int(process.communicate()[0]) for process in processes) == [0, 0, 5]
 
 
 @needs_cxx
@@ -118,7 +118,7 @@ def test_what_does_not_link_is_told(project: Path):
 @needs_cxx
 def test_warnings_are_kept_with_the_object(project: Path):
     edit(project / "kernels" / "wide.cu", "return 2 * x", "int unused; return 2 * x")
-    for made in (4, 0):
+    for made in (5, 0):
         built = host(project).run()
         assert built.made == made
         assert any("unused" in fault for fault in contents.faults((), (), built.logs))
@@ -179,7 +179,7 @@ def test_script_builds_and_runs_the_tests(project: Path, cuda_home: Path):
     assert done.stdout.splitlines() == [
         "[1/5] kernel objects",
         *("  kernels/plain.cu", "  kernels/wide.cu", "  common/plain.cpp"),
-        *("[2/5] engine objects", "  engine/engine.cpp"),
+        *("[2/5] engine objects", "  model/engine.cpp"),
         *("[3/5] shared C-ABI lib", f"  libkdtree_engine.so: {SAID}"),
         *(
             "[4/5] kernel unit tests + bench",

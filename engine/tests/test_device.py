@@ -72,7 +72,7 @@ def test_build_prints_the_path_and_what_was_made(capsys: pytest.CaptureFixture[s
         said = capsys.readouterr().out
     path, _, rest = said.partition(" ")
     assert Path(path) == build.host_library()
-    count = len(sources.of_stage(sources.read(), "host", "kernel")) + 1
+    count = len(sources.of_stage(sources.read(), "host", "kernel", "engine")) + 1
     assert rest == f"(0 files made, {count} were there)\ncheck passed\n"
 
 

@@ -14,7 +14,8 @@ from engine.sources import Source
 FOLDERS = {  # of engine/cuda: the stages whose files lie there
     "common": {"kernel"},
     "kernels": {"kernel"},
-    "engine": {"engine"},
+    "model": {"kernel", "engine"},
+    "loop": {"kernel", "engine"},
     "host": {"host"},
     "tests": {"ktest", "etest"},
     "bench": {"bench"},

@@ -100,19 +100,19 @@ mkdir -p "$out/objects"
 
 echo "[1/5] kernel objects"
 objects_of kernel
-kernels=("${objects[@]}")
+library=("${objects[@]}")
 
 echo "[2/5] engine objects"
 objects_of engine
-library=("${kernels[@]}" "${objects[@]}")
+library+=("${objects[@]}")
 
 echo "[3/5] shared C-ABI lib"
 "$nvcc" -shared -cudart=static -nodlink -Xlinker -z,defs "${library[@]}" -o "$out/libkdtree_engine.so"
 echo "  libkdtree_engine.so: ${names[*]}"
 
 echo "[4/5] kernel unit tests + bench"
-programs_of ktest "${kernels[@]}"
-programs_of bench "${kernels[@]}"
+programs_of ktest "${library[@]}"
+programs_of bench "${library[@]}"
 
 echo "[5/5] engine tests + demo"
 programs_of etest "-L$out" -lkdtree_engine -Xlinker '-rpath,$ORIGIN'
