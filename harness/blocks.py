@@ -16,6 +16,7 @@ from harness.tables import (
     Section,
     Table,
     arm_label,
+    builder_input,
     columns,
     dataset_of,
     equal,
@@ -87,7 +88,7 @@ def _best(measured: Measured) -> str:
 
 
 def _heaps(measured: Measured) -> str:
-    rows = [r for r in measured.block("builder") if r.arm == "cpp-heap"]
+    rows = [r for r in measured.block("builder") if r.arm == "cpp-heap" and builder_input(r) == "lists"]
     found = [n.value for r in rows if (n := faster(measured.arm(r, "heapq"), r)).value is not None]
     if not found:
         return ""
@@ -193,6 +194,15 @@ def mark(measured: Measured, row: Row) -> Mark:
 
 def _builders(measured: Measured) -> Section:
     """One line for each case: the arms beside each other, and which tree they build."""
+    inputs: dict[str, list[list[Row]]] = {}
+    for members in _cases(measured, "builder"):
+        inputs.setdefault(builder_input(members[0]), []).append(members)
+    found = tuple(_builder_table(measured, name, members) for name, members in inputs.items())
+    return Section("Tree builders", () if found else (EMPTY,), found)
+
+
+def _builder_table(measured: Measured, source: str, cases: list[list[Row]]) -> Table:
+    """Cases that begin at the same input."""
     headers = (
         "budget",
         "depth",
@@ -206,7 +216,7 @@ def _builders(measured: Measured) -> Section:
         "<status",
     )
     notes, lines = Notes(), []
-    for members in _cases(measured, "builder"):
+    for members in cases:
         first = members[0]
         arms = {name: measured.arm(first, name) for name in ("gpu", "cpp-heap", "heapq")}
         shown = [row for row in arms.values() if row is not None]
@@ -228,9 +238,10 @@ def _builders(measured: Measured) -> Section:
                 "bad" if word == "INVALID" else "off" if word == "not run" else "",
             )
         )
-    heading = "Time per tree; equal: the same arrays as the reference, bit for bit"
-    found = (Table(heading, columns(*headers), tuple(lines), notes.sentences()),) if lines else ()
-    return Section("Tree builders", () if found else (EMPTY,), found)
+    if any(row.arm == "gpu" and row.status == "OK" for members in cases for row in members):
+        notes.add("GPU us", "device time of graph replays; the others: processor time, wall clock with transfers")
+    heading = f"Time per tree from {source}; equal: the same arrays as the reference, bit for bit"
+    return Table(heading, columns(*headers), tuple(lines), notes.sentences())
 
 
 def _cases(measured: Measured, block: str) -> list[list[Row]]:

@@ -1,15 +1,16 @@
-"""Tree builders side by side on recorded real lists: Python heapq, SGLang's, and the C++ heap.
+"""Tree builders side by side on recorded real lists: Python heapq, SGLang's, the C++ heap, and the GPU.
 
 One sample is the time of building all lists of the case, `batch` at a time, divided by their number. heapq and C++ must
-give the reference's trees, bit for bit; SGLang builds another tree and is held against its own rules.
+give the reference's trees, bit for bit, and so must the GPU; SGLang builds another tree and is held against its own
+rules.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kdtr
-from harness import heap_tree, sglang_tree
-from harness.cases import GPU, Builder, Chosen, digest
+from engine.abi import EngineError, RequestError
+from harness import gpu_builders, heap_tree, sglang_tree
+from harness.cases import GPU, Builder, Case, Chosen, digest
+from harness.gpu_builders import NoGpuError
 from harness.parity import Check, check_tree, combine, reason
 from harness.records import Difference, Row, Scalar
-from harness.timing import CpuClock, interleave
+from harness.timing import Clock, CpuClock, Own, interleave
 
 if TYPE_CHECKING:
     from harness.systems import Bench
 
 SAMPLES = 15
 BEST_OF = 5
+BASE = "heapq"
 SGLANG = "sglang-heapq"
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -37,6 +41,10 @@ Build = Callable[[int], Callable[[], list[Arrays]]]
 
 class NoListsError(ValueError):
     """No recorded lists fit the case; the message says which were looked for."""
+
+
+class UnableError(RuntimeError):
+    """An arm that cannot be measured here; the message says what is missing."""
 
 
 def load_lists(folder: Path, case: Builder) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -136,8 +144,28 @@ def check(
     ]
 
 
+@dataclass(frozen=True)
+class Checked:
+    """Checks of results against `truth`, and the mean number of their nodes."""
+
+    truth: str
+    checks: list[Check]
+    nodes: float | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An arm: `call` builds `trees` trees, `check` looks at the last ones. own: how it is measured otherwise."""
+
+    call: Callable[[], object]
+    trees: int
+    check: Callable[[], Checked]
+    own: Own | None = None
+    contract: str = "ddtree"
+
+
 def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
-    """The rows of a builder case: heapq, the arms asked for, and a word on the GPU."""
+    """The rows of a builder case: heapq and the arms asked for, on the GPU too if there is one."""
     case = chosen.case
     assert isinstance(case, Builder)
     params: dict[str, Scalar] = {
@@ -152,42 +180,108 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
         yield from bench.not_run(case, "builder", chosen.arms, str(error), params=params)
         return
     case_hash = digest(case, lp.tobytes(), ids.tobytes())
-    if bench.is_done(chosen, case_hash):
+    if bench.is_done(chosen, case_hash, {GPU} if bench.gpu is None else set()):
         return
     shape = (-1, case.batch, *lp.shape[1:])
     batched = lp.reshape(shape), ids.reshape(shape)
-    builds: dict[str, Build] = {}
-    for arm in case.arms:
-        if arm == GPU or not (arm in chosen.arms or arm == "heapq"):
-            continue
-        try:
-            builds[arm] = bench.systems.builder(arm, *batched, case.budget)
-        except heap_tree.CompilerError as error:
-            yield from bench.not_run(case, "builder", [arm], str(error), case_hash=case_hash, params=params)
 
-    count = len(lp)
-    calls = {name: _all_batches(build, len(batched[0])) for name, build in builds.items()}
-    arms = interleave(calls, samples=SAMPLES, best_of=BEST_OF, clock=CpuClock())
+    def make(arm: str) -> Candidate:
+        return _candidate(bench, arm, *batched, case.budget)
+
+    wanted = [arm for arm in case.arms if arm in chosen.arms or arm == BASE]
+    yield from measure(bench, case, case_hash, params, wanted, make, SAMPLES, BEST_OF, CpuClock())
+
+
+def _candidate(bench: Bench, name: str, lp: NDArray[np.float32], ids: NDArray[np.int32], budget: int) -> Candidate:
+    """The arm that builds the trees of lists [batches, R, L, K]."""
+    flat = lp.reshape(-1, *lp.shape[2:]), ids.reshape(-1, *ids.shape[2:])
+    batches, requests = lp.shape[:2]
+
+    def checked(trees: Sequence[Arrays]) -> Checked:
+        truth, checks = check(name, trees, *flat, budget)
+        return Checked(truth, checks, float(np.mean([int(tree["node_count"]) for tree in trees])))
+
+    if name == GPU:
+        arm = gpu_builders.tree_arm(bench.need_gpu(), lp, ids, budget)
+        return Candidate(arm.run, arm.calls * requests, lambda: checked(gpu_builders.trees_of(arm)), arm.own)
+    build = bench.systems.builder(name, lp, ids, budget)
+    return Candidate(
+        _all_batches(build, batches),
+        batches * requests,
+        lambda: checked([tree for batch in range(batches) for tree in build(batch)()]),
+        contract="sglang" if name == SGLANG else "ddtree",
+    )
+
+
+def measure(
+    bench: Bench,
+    case: Case,
+    case_hash: str,
+    params: Mapping[str, Scalar],
+    wanted: Iterable[str],
+    make: Callable[[str], Candidate],
+    samples: int,
+    best_of: int,
+    clock: Clock,
+) -> Iterator[Row]:
+    """The wanted arms in turns: a row each, its times those of one tree; then those that `make` could not make."""
+    candidates: dict[str, Candidate] = {}
+    others: list[Row] = []
+    for name in wanted:
+        try:
+            candidates[name] = make(name)
+        except (NoGpuError, UnableError, heap_tree.CompilerError) as error:
+            others += bench.not_run(case, "builder", [name], str(error), case_hash=case_hash, params=params)
+        except EngineError as error:
+            why = f"{type(error).__name__}: {error}"
+            others.append(bench.row(case, case_hash, "builder", name, reason=why, params=params))
+    if candidates:
+        yield from _measured(bench, case, case_hash, params, candidates, samples, best_of, clock)
+    yield from others
+
+
+def _measured(
+    bench: Bench,
+    case: Case,
+    case_hash: str,
+    params: Mapping[str, Scalar],
+    candidates: Mapping[str, Candidate],
+    samples: int,
+    best_of: int,
+    clock: Clock,
+) -> Iterator[Row]:
+    arms = interleave(
+        {name: candidate.call for name, candidate in candidates.items()},
+        samples=samples,
+        best_of=best_of,
+        clock=clock,
+        reader=bench.gpu.reader if GPU in candidates and bench.gpu is not None else None,
+        own={name: candidate.own for name, candidate in candidates.items() if candidate.own is not None},
+    )
     for name, measured in arms.items():
-        trees = [tree for batch in range(len(batched[0])) for tree in builds[name](batch)()]
-        truth, checks = check(name, trees, lp, ids, case.budget)
-        parity = combine(truth, checks, bench.folder, f"{case.id}-{name}".replace("/", "-"))
-        samples = tuple(None if s is None else s / count for s in measured.timing.samples_s)
-        warmup = None if measured.timing.warmup_s is None else measured.timing.warmup_s / count
+        candidate = candidates[name]
+        parity, nodes, failure = None, None, measured.failure
+        if failure is None:
+            try:
+                found = candidate.check()
+                parity = combine(found.truth, found.checks, bench.folder, f"{case.id}-{name}".replace("/", "-"))
+                nodes = found.nodes
+            except (EngineError, RequestError) as error:
+                failure = f"{type(error).__name__}: {error}"
+        taken = tuple(None if s is None else s / candidate.trees for s in measured.timing.samples_s)
+        warmup = None if measured.timing.warmup_s is None else measured.timing.warmup_s / candidate.trees
         yield bench.row(
             case,
             case_hash,
             "builder",
             name,
-            against=None if name == "heapq" else "heapq",
-            reason=measured.failure or reason(parity),
-            params={**params, "trees": count, "contract": "sglang" if name == SGLANG else "ddtree"},
+            against=None if name == BASE or BASE not in candidates else BASE,
+            reason=failure or (reason(parity) if parity is not None else None),
+            params={**params, "trees": candidate.trees, "contract": candidate.contract},
             parity=parity,
-            metrics={"nodes": float(np.mean([int(tree["node_count"]) for tree in trees]))},
-            timing=replace(measured.timing, samples_s=samples, warmup_s=warmup),
+            metrics={} if nodes is None else {"nodes": nodes},
+            timing=replace(measured.timing, samples_s=taken, warmup_s=warmup),
         )
-    if GPU in chosen.arms:
-        yield from bench.not_run(case, "builder", [GPU], bench.gpu_missing, case_hash=case_hash, params=params)
 
 
 def _all_batches(build: Build, batches: int) -> Callable[[], None]:

@@ -97,6 +97,28 @@ class Builder:
 
 
 @dataclass(frozen=True)
+class Logits:
+    """Trees from drafter logits [L, vocab], the top-k of `budget` tokens included. batch: requests in one call."""
+
+    budget: int
+    batch: int = 1
+    depth_limit: int = 7
+    vocab: int = 163_840
+
+    @property
+    def id(self) -> str:
+        return f"logits/depth{self.depth_limit}/v{self.vocab}/b{self.budget}/batch{self.batch}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return ("heapq", "cpp-heap", "topk", GPU)
+
+    @property
+    def cost(self) -> float:
+        return 3.0 + self.vocab * self.batch / 1e6
+
+
+@dataclass(frozen=True)
 class Curve:
     """The target's time for N rows behind a prefix, over its time for one row."""
 
@@ -144,7 +166,7 @@ class Replay:
         return 0.08 * self.repeats * self.max_new_tokens / 24 * (2 + self.budget / 40)
 
 
-Case = Decode | Builder | Curve | Replay
+Case = Decode | Builder | Logits | Curve | Replay
 
 _QUICK: tuple[Case, ...] = (
     *(Builder(8, budget) for budget in (*BUDGETS, 256)),
@@ -167,7 +189,13 @@ _FULL: tuple[Case, ...] = (
     *(Curve((1, 8, 17, 33, 65, 129, 257), prefix) for prefix in (16, 128, 512)),
     *(Replay(name, forced=forced) for name in SETS for forced in (None, 0, 3, 7)),
 )
-SUITES: dict[str, tuple[Case, ...]] = {"quick": _QUICK, "full": _FULL}
+# What a GPU builds, up to batches that fill it; CPU arms stand beside it as far as they go.
+_TREES: tuple[Case, ...] = (
+    *(Builder(8, budget, batch) for budget in (16, 64, 256) for batch in (1, 8, 64, 128, 256)),
+    *(Builder(16, budget, batch) for budget in (64, 256) for batch in (1, 128)),
+    *(Logits(budget, batch) for budget in (64, 1024) for batch in (1, 8, 64, 128, 256)),
+)
+SUITES: dict[str, tuple[Case, ...]] = {"quick": _QUICK, "full": _FULL, "trees": _TREES}
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,19 @@ Exit status: 0 fine, 1 regression or parity failure, 2 wrong use, 3 nothing meas
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from engine import build
+from engine.toolkit import BuildError
 from harness import cases, codec, compare, heap_tree, records, report
 from harness.compare import Comparison, Exit
 from harness.console import say
-from harness.environment import CHECKOUT, capture
+from harness.environment import CHECKOUT, capture, gpu_missing
 from harness.records import Environment, Row
 from harness.run import ROWS, confirm, fresh, run
 from harness.systems import Bench, Systems, short
@@ -88,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(given: argparse.Namespace, systems: Systems) -> int:
     chosen = cases.select(cases.SUITES[given.suite], given.select)
-    environment = _captured()
+    on_gpu = any(cases.GPU in each.arms and isinstance(each.case, cases.Builder | cases.Logits) for each in chosen)
+    environment = _captured(engine=on_gpu)
     path = given.out / ROWS
     old: list[Row] = []
     if not given.resume:
@@ -137,12 +141,14 @@ def _report(given: argparse.Namespace) -> int:
     return _show(records.latest(records.read(path)), given.out or path.parent)
 
 
-def _captured() -> Environment:
-    """The environment, with the C++ builder's library if there is a compiler."""
-    try:
-        libraries = {"heap_tree": heap_tree.compile_library()}
-    except heap_tree.CompilerError:
-        libraries = {}
+def _captured(engine: bool = False) -> Environment:
+    """The environment, with the C++ builder's library if there is a compiler; engine: with the engine's, for a GPU."""
+    libraries: dict[str, Path] = {}
+    with contextlib.suppress(heap_tree.CompilerError):
+        libraries["heap_tree"] = heap_tree.compile_library()
+    if engine and gpu_missing() is None:
+        with contextlib.suppress(BuildError):  # the rows of the GPU then say why
+            libraries["engine"] = build.library("cuda")
     return capture(libraries=libraries)
 
 

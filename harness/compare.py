@@ -258,7 +258,7 @@ def _times_faster(row: Row, rows: Sequence[Row]) -> stats.Number:
     if partner is None or partner.status != "OK" or partner.timing is None or row.timing is None:
         return stats.Number(None, f"arm {row.against} was not measured")
     theirs, ours = partner.timing, row.timing
-    if (theirs.method, theirs.mode, len(theirs.samples_s)) != (ours.method, ours.mode, len(ours.samples_s)):
+    if not theirs.paired(ours):
         return stats.Number(None, f"the samples of arm {row.against} are not those of the same turns")
     return stats.times_faster(theirs, ours)
 

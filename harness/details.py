@@ -15,6 +15,7 @@ from harness.tables import (
     Section,
     Table,
     arm_label,
+    builder_input,
     columns,
     dataset_of,
     environments,
@@ -95,26 +96,25 @@ def _decode_details(measured: Measured) -> Section:
 def _other_builders(measured: Measured) -> Section:
     """Arms that stand in no column of the main table, and the intervals of all ratios."""
     headers = ("budget", "depth", "batch", "<builder", "us", "heapq/it [95 %]", "<equal", "<status")
-    lines = []
+    inputs: dict[str, list[Line]] = {}
     for row in measured.block("builder"):
         if row.status == "NOT_RUN" or row.arm == "heapq":
             continue
-        lines.append(
-            Line(
-                (
-                    *(str(row.params.get(name, NONE)) for name in ("budget", "depth_limit", "batch")),
-                    arm_label(row),
-                    show_speed(row, median(row), 1e6),
-                    cell(row, faster(measured.base(row), row), show_interval),
-                    equal(row),
-                    status(row),
-                ),
-                "bad" if row.status == "INVALID" else "",
-            )
+        line = Line(
+            (
+                *(str(row.params.get(name, NONE)) for name in ("budget", "depth_limit", "batch")),
+                arm_label(row),
+                show_speed(row, median(row), 1e6),
+                cell(row, faster(measured.base(row), row), show_interval),
+                equal(row),
+                status(row),
+            ),
+            "bad" if row.status == "INVALID" else "",
         )
+        inputs.setdefault(builder_input(row), []).append(line)
     note = "SGLang's heapq builds another tree than the contract's; it is held against its own rules."
     notes = (note,) if any("sglang" in row.arm for row in measured.block("builder")) else ()
-    tables = (Table("", columns(*headers), tuple(lines), notes),) if lines else ()
+    tables = tuple(Table(f"From {name}", columns(*headers), tuple(lines), notes) for name, lines in inputs.items())
     return Section("All builders against Python's heapq", tables=tables)
 
 

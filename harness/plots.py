@@ -18,6 +18,7 @@ from harness.tables import (
     Measured,
     arm_label,
     budget_of,
+    builder_input,
     dataset_of,
     faster,
     grouped,
@@ -192,12 +193,13 @@ def _curve(measured: Measured) -> list[Figure]:
 
 
 def _builders(measured: Measured) -> list[Figure]:
-    shapes: dict[tuple[str, str], list[Row]] = {}
+    shapes: dict[tuple[str, ...], list[Row]] = {}
     for row in measured.block("builder"):
         if median(row).value:
-            shapes.setdefault((str(row.params.get("depth_limit")), str(row.params.get("batch"))), []).append(row)
+            shape = (*(str(row.params.get(name)) for name in ("depth_limit", "batch")), builder_input(row))
+            shapes.setdefault(shape, []).append(row)
     found = []
-    for (depth, batch), rows in shapes.items():
+    for (depth, batch, source), rows in shapes.items():
         budgets = sorted({budget_of(r) for r in rows})
         if len(budgets) < 2:
             continue
@@ -211,8 +213,10 @@ def _builders(measured: Measured) -> list[Figure]:
         ticks = tuple((float(i), str(b)) for i, b in enumerate(budgets))
         x = Axis("node budget of the tree", -0.4, len(budgets) - 0.6, ticks)
         y = logarithmic("µs per tree (log scale)", _values(series))
-        title = f"Building a tree, depth {depth}, batch {batch}"
-        caption = "Median time per tree on recorded lists of real rounds; whiskers: quartiles."
+        recorded = source == "lists"
+        title = f"Building a tree, depth {depth}, batch {batch}" + ("" if recorded else f", from {source}")
+        of_what = "on recorded lists of real rounds" if recorded else "with the top-k before it"
+        caption = f"Median time per tree {of_what}; whiskers: quartiles."
         found.append(Figure(title, caption, line_chart(title, x, y, series)))
     return found
 

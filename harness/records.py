@@ -162,6 +162,11 @@ class Timing:
     clocks_before: Clocks | None = None
     clocks_after: Clocks | None = None
 
+    def paired(self, other: Timing) -> bool:
+        """Whether samples were taken in the same turns of the same kind, by whatever clock each arm has."""
+        same = (self.mode, self.sample, len(self.samples_s)) == (other.mode, other.sample, len(other.samples_s))
+        return same and (self.method == other.method or "graph" in (self.method, other.method))
+
 
 @dataclass(frozen=True)
 class RecordedTree:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from harness import builders, records, replay, runners
-from harness.cases import Builder, Chosen, Curve, Decode, Replay
+from harness import builders, logits, records, replay, runners
+from harness.cases import Builder, Chosen, Curve, Decode, Logits, Replay
 from harness.compare import Comparison
 from harness.console import say
 from harness.records import Row
@@ -73,6 +73,8 @@ def measure(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = la
             return runners.rows(bench, chosen, progress)
         case Builder():
             return builders.rows(bench, chosen)
+        case Logits():
+            return logits.rows(bench, chosen)
         case Curve():
             return runners.curve_rows(bench, chosen)
         case Replay():

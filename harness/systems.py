@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datasets.evaluation.pair import Pair
-from harness import builders
+from harness import builders, gpu_builders
 from harness.cases import GPU, Arm, Case, Chosen, digest
 from harness.environment import CHECKOUT
 from harness.records import Environment, Parity, Row, Scalar, Timing
@@ -59,6 +59,7 @@ class Systems:
 
     decoder: Callable[[Pair], Decoder] = ReferenceDecoder
     builder: Callable[[str, NDArray[np.float32], NDArray[np.int32], int], builders.Build] = builders.make
+    gpu: Callable[[Environment], gpu_builders.Gpu] = gpu_builders.open_gpu
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,32 @@ class Bench:
         tokenizer = Tokenizer.from_file(str(file))
         return functools.cache(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
-    def is_done(self, chosen: Chosen, case_hash: str) -> bool:
-        """Whether every chosen arm that can be measured has its row."""
-        arms = [arm for arm in chosen.arms if arm != GPU]
+    def is_done(self, chosen: Chosen, case_hash: str, unable: Collection[str] = (GPU,)) -> bool:
+        """Whether every chosen arm that can be measured has its row. unable: those that cannot."""
+        arms = [arm for arm in chosen.arms if arm not in unable]
         return bool(arms) and all((chosen.case.id, case_hash, arm) in self.done for arm in arms)
+
+    @functools.cached_property
+    def _gpu(self) -> gpu_builders.Gpu | gpu_builders.NoGpuError:
+        try:
+            return self.systems.gpu(self.environment)
+        except gpu_builders.NoGpuError as error:
+            return error
+
+    @property
+    def gpu(self) -> gpu_builders.Gpu | None:
+        """Where builders run on the GPU, None if they cannot."""
+        return None if isinstance(self._gpu, gpu_builders.NoGpuError) else self._gpu
+
+    def need_gpu(self) -> gpu_builders.Gpu:
+        """The same. Raises NoGpuError, which says why."""
+        if isinstance(self._gpu, gpu_builders.NoGpuError):
+            raise self._gpu
+        return self._gpu
 
     @property
     def gpu_missing(self) -> str:
-        """Why the GPU arms do not run."""
+        """Why the GPU arms of whole decodings do not run."""
         return self.environment.gpu_missing or "the native engine has no runner here"
 
     def row(

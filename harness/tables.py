@@ -141,6 +141,12 @@ def arm_label(row: Row) -> str:
     )
 
 
+def builder_input(row: Row) -> str:
+    """What the trees of a builder row are made from."""
+    vocab = row.params.get("vocab")
+    return "lists" if vocab is None else f"logits of {vocab} tokens"
+
+
 def budget_of(row: Row) -> int:
     """Node budget of a row, 0 without one."""
     value = row.params.get("budget")
@@ -168,9 +174,7 @@ def faster(base: Row | None, row: Row | None) -> Number:
             return Number(None, f"arm {side.arm} holds no end-to-end time")
     assert base.timing is not None
     assert row.timing is not None
-    if (base.timing.method, base.timing.sample) != (row.timing.method, row.timing.sample) or len(
-        base.timing.samples_s
-    ) != len(row.timing.samples_s):
+    if not base.timing.paired(row.timing):
         return Number(None, f"the samples of {base.arm} and {row.arm} were not taken in the same turns")
     return stats.times_faster(base.timing, row.timing)
 

@@ -146,6 +146,19 @@ class Arm:
         return f"no samples: {self.timing.dropped} turns were dropped because the GPU throttled"
 
 
+@dataclass(frozen=True)
+class Own:
+    """How one arm is measured where it differs from the arms that it takes turns with: a GPU among CPU arms.
+
+    before: runs untimed before each of its calls. launch, l2: for its timing.
+    """
+
+    clock: Clock
+    before: Callable[[], object] | None = None
+    launch: Literal["eager", "graph"] | None = None
+    l2: Literal["warm", "flushed"] | None = None
+
+
 def interleave(
     arms: Mapping[str, Callable[[], Any]],
     *,
@@ -162,6 +175,7 @@ def interleave(
     begin: Callable[[int], object] | None = None,
     seconds: Callable[[Any], float] | None = None,
     sample: Literal["repeat", "prompt"] = "repeat",
+    own: Mapping[str, Own] | None = None,
 ) -> dict[str, Arm]:
     """Call every arm once a turn until each has `samples` samples; turns start with another arm each time.
 
@@ -173,13 +187,15 @@ def interleave(
     of another prompt (`sample`). `before()` runs untimed before each call (such as flushing a cache).
     `inspect(arm, turn, result)` sees each result, untimed; what it raises counts as the arm's error. An arm that raises
     fails alone; the others go on. `seconds(result)` is the time of a call that times itself by this kind of clock.
+    `own` tells by name which arms have another clock.
     Raises ValueError for no arms, or for sizes below 1.
     """
     if not arms or min(samples, warmups, best_of) < 1:
         raise ValueError(
             f"need at least one arm, sample, warm-up and call, got {len(arms)}, {samples}, {warmups}, {best_of}"
         )
-    clock = clock or WallClock()
+    usual = Own(clock or WallClock(), before, launch, l2)
+    ways = {name: (own or {}).get(name, usual) for name in arms}
     turns: list[_Turn] = []
     errors: dict[str, str] = {}
     capped = False
@@ -197,8 +213,9 @@ def interleave(
             taken: dict[str, float] = {}
             for name in order[shift:] + order[:shift]:
                 see = partial(inspect, name, len(turns)) if inspect is not None else None
+                way = ways[name]
                 try:
-                    taken[name] = min(_one_call(arms[name], clock, before, see, seconds) for _ in range(best_of))
+                    taken[name] = min(_one_call(arms[name], way, see, seconds) for _ in range(best_of))
                 except Exception as error:
                     errors[name] = f"{type(error).__name__} in turn {len(turns)}: {error}"
             turns.append(_Turn(number, taken, reader.read() if reader else None))
@@ -210,7 +227,7 @@ def interleave(
                 break
     kept = _kept(turns, warmups, reader)
     base = Timing(
-        method=clock.method,
+        method=usual.clock.method,
         mode="e2e",
         samples_s=(),
         warmup_s=None,
@@ -219,16 +236,15 @@ def interleave(
         dropped=len(turns[warmups:]) - len(kept),
         capped=capped,
         sample=sample,
-        launch=launch,
-        l2=l2,
         clocks_before=clocks_before,
         clocks_after=turns[-1].clocks,
     )
+    bases = {name: replace(base, method=w.clock.method, launch=w.launch, l2=w.l2) for name, w in ways.items()}
     return {
-        name: Arm(base, errors[name])
+        name: Arm(bases[name], errors[name])
         if name in errors
         else Arm(
-            replace(base, samples_s=tuple(kept[i][name] for i in sorted(kept)), warmup_s=turns[0].taken[name]),
+            replace(bases[name], samples_s=tuple(kept[i][name] for i in sorted(kept)), warmup_s=turns[0].taken[name]),
             numbers=tuple(sorted(kept)),
         )
         for name in arms
@@ -341,16 +357,15 @@ class _Turn:
 
 def _one_call(
     work: Callable[[], Any],
-    clock: Clock,
-    before: Callable[[], object] | None,
+    way: Own,
     inspect: Callable[[Any], None] | None,
     seconds: Callable[[Any], float] | None,
 ) -> float:
-    if before is not None:
-        before()
-    start = clock.mark()
+    if way.before is not None:
+        way.before()
+    start = way.clock.mark()
     result = work()
-    taken = clock.seconds(start, clock.mark()) if seconds is None else seconds(result)
+    taken = way.clock.seconds(start, way.clock.mark()) if seconds is None else seconds(result)
     if inspect is not None:
         inspect(result)
     return taken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from harness import timing
 from harness.records import Clocks, Method
 from harness.tests.patience import eventually
-from harness.timing import Arm, CpuClock, EventClock, StageTimer, WallClock, interleave
+from harness.timing import Arm, CpuClock, EventClock, Own, StageTimer, WallClock, interleave
 from reference.drafter import NoisyOracleDrafter
 from reference.loop import ar_generate, ddtree_generate
 from reference.tests.toys import HashTarget
@@ -71,6 +72,31 @@ def test_arms_take_turns_and_the_first_sample_is_kept_apart():
     assert b.samples_s == (2.0, 2.0, 2.0)
     assert (a.warmup_s, b.warmup_s, a.warmups, a.dropped, a.capped) == (24.0, 5.0, 1, 0, False)
     assert (a.method, a.mode) == ("wall", "e2e")
+
+
+def test_an_arm_with_a_clock_of_its_own_takes_turns_with_the_others():
+    host, device = Machine(), Machine()
+    device.method = "graph"
+    device.calls = host.calls
+    arms = interleave(
+        {"cpu": host.work("cpu", 9.0, 4.0), "gpu": device.work("gpu", 3.0, 0.5, 0.25)},
+        samples=3,
+        best_of=2,
+        clock=host,
+        before=lambda: host.calls.append("flush"),
+        own={"gpu": Own(device, device.work("busy", 100.0), "graph", "warm")},
+    )
+    assert host.calls[:8] == ["flush", "cpu", "flush", "cpu", "busy", "gpu", "busy", "gpu"]
+    assert host.calls[8:12] == ["busy", "gpu", "busy", "gpu"]
+    cpu, gpu = arms["cpu"].timing, arms["gpu"].timing
+    assert (cpu.method, cpu.launch, cpu.l2, cpu.samples_s) == ("wall", None, None, (4.0, 4.0, 4.0))
+    assert (gpu.method, gpu.launch, gpu.l2, gpu.samples_s) == ("graph", "graph", "warm", (0.25, 0.25, 0.25))
+    assert (cpu.warmup_s, gpu.warmup_s) == (4.0, 0.5)
+    assert cpu.paired(gpu)
+    assert gpu.paired(cpu)
+    assert not cpu.paired(replace(cpu, method="cpu"))
+    assert not gpu.paired(replace(cpu, samples_s=(4.0, 4.0)))
+    assert not gpu.paired(replace(cpu, mode="staged"))
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 100])
