@@ -31,6 +31,7 @@ struct MlaAttentionArgs {
   void* workspace;
   size_t workspace_size;
 };
+// At most 256 MiB. A pass whose chunks do not fit the workspace gets the same bits from fewer blocks.
 size_t mla_attention_workspace(int rows, int heads, int rank, int longest);
 kdtree_status mla_attention(const MlaAttentionArgs& args, cudaStream_t stream);
 

@@ -11,7 +11,7 @@ namespace kdtree {
 namespace {
 
 constexpr int kChunk = 256;
-constexpr size_t kMostPartials = size_t{256} << 20;  // bytes; above, blocks walk
+constexpr size_t kMostPartials = size_t{256} << 20;  // bytes; a pass that needs more walks
 
 struct Partials {
   float* values;  // [M, chunks, heads, rank]
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kTileThreads) mla_join_kernel(MlaAttentionArgs
 
 size_t mla_attention_workspace(int rows, int heads, int rank, int longest) {
   const size_t bytes = partial_bytes(rows, static_cast<int>(ceil_div(longest, kChunk)), heads, rank);
-  return bytes <= kMostPartials ? bytes : 0;
+  return bytes < kMostPartials ? bytes : kMostPartials;
 }
 
 kdtree_status mla_attention(const MlaAttentionArgs& a, cudaStream_t stream) {

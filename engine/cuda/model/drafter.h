@@ -26,7 +26,7 @@ class Drafter {
                const int32_t* lengths, cudaStream_t stream, Trace* trace = nullptr);
 
   // logits [R, block_size - 1, vocab_size] of the block that starts with roots[r] at position lengths[r] (= context
-  // length). lengths -1: nothing to do for that request, its logits are zeros.
+  // length). lengths -1: nothing to do for that request, its logits mean nothing.
   void propose(const int32_t* roots, const int32_t* lengths, float* logits, cudaStream_t stream,
                Trace* trace = nullptr);
 

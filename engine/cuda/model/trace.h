@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/port.h"
@@ -15,12 +15,11 @@ class Trace {
  public:
   explicit Trace(std::string prefix = "") : prefix_(std::move(prefix)) {}
 
-  // Rows of `row_elements` values, `stride` apart (elements), shape as given (its product over the first entry is
-  // row_elements).
-  void add(const std::string& name, const float* device, int64_t stride, std::vector<int64_t> shape,
-           cudaStream_t stream);
-  void add(const std::string& name, const int32_t* device, int64_t stride, std::vector<int64_t> shape,
-           cudaStream_t stream);
+  // `rows` rows of `width` elements, `stride` elements apart; their product is that of `shape`.
+  void add(const std::string& name, const float* device, int64_t rows, int64_t width, int64_t stride,
+           std::vector<int64_t> shape, cudaStream_t stream);
+  void add(const std::string& name, const int32_t* device, int64_t rows, int64_t width, int64_t stride,
+           std::vector<int64_t> shape, cudaStream_t stream);
 
   struct Array {
     std::string name;
@@ -32,6 +31,9 @@ class Trace {
   void write(const std::string& path) const;  // KDTR, kind "activations"; "/" in names becomes "."
 
  private:
+  void copy(const std::string& name, bool integer, const void* device, int64_t rows, int64_t width, int64_t stride,
+            std::vector<int64_t> shape, cudaStream_t stream);
+
   std::string prefix_;
   std::vector<Array> arrays_;
 };
