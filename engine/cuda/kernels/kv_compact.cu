@@ -44,8 +44,10 @@ __device__ Outcome plan(const kdtree_kv_compact_args& a, int request, Moves& mov
   const int accepted = a.accepted[request];
   const int prefix = a.prefix_lengths[request];
   const int node = lane <= a.depth_limit ? a.path[static_cast<size_t>(request) * (a.depth_limit + 1) + lane] : -1;
+  const Outcome earlier = outcome_before(a.before, request);
+  __syncwarp();
   if (lane == 0) moves.count = 0;
-  if (failed_before(a.before, request)) return carried_on(a.before, request);
+  if (earlier.failed()) return earlier;
   if (accepted < -1 || accepted > a.depth_limit) return {KDTREE_REQUEST_OWN_SIZE, accepted, a.depth_limit};
   if (accepted == -1) return {};
   if (prefix < 0) return {KDTREE_REQUEST_OWN_SIZE, prefix, a.cache.capacity};

@@ -6,7 +6,9 @@
 
 namespace kdtree {
 
-// [R, 3] as in the C header. `before` may be NULL, and may be the array that the status goes to.
+// Statuses are [R, 3] as in the C header. `before` may be NULL. It may also be the status that the stage writes: of
+// threads that can wait for each other, all have read before one writes. Blocks cannot, but a status that changes under
+// a block's eyes is a failure that the block finds for itself.
 __device__ inline bool failed_before(const int32_t* before, int request) {
   return before != nullptr && before[3 * request] != KDTREE_REQUEST_OK;
 }
@@ -23,6 +25,11 @@ struct Outcome {
 __device__ inline Outcome carried_on(const int32_t* before, int request) {
   const int32_t* status = before + 3 * request;
   return {status[0], status[1], status[2]};
+}
+
+// What a request comes with.
+__device__ inline Outcome outcome_before(const int32_t* before, int request) {
+  return failed_before(before, request) ? carried_on(before, request) : Outcome{};
 }
 
 __device__ inline void write_status(int32_t* status, int request, const Outcome& outcome) {

@@ -94,11 +94,11 @@ __global__ void __launch_bounds__(kMostThreads) tree_accept_kernel(kdtree_tree_a
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int rows = a.budget + 1;
   const int count = a.node_count[request];
-  const bool passed_over = failed_before(a.before, request);
-  if (passed_over || count < 0 || count > a.budget) {
-    if (thread >= kWarp) return;
-    const Outcome refused{KDTREE_REQUEST_OWN_SIZE, count, a.budget};
-    write_result(a, request, passed_over ? carried_on(a.before, request) : refused, 0, -1, 0);
+  Outcome refused = outcome_before(a.before, request);
+  __syncthreads();
+  if (!refused.failed() && (count < 0 || count > a.budget)) refused = {KDTREE_REQUEST_OWN_SIZE, count, a.budget};
+  if (refused.failed()) {
+    if (thread < kWarp) write_result(a, request, refused, 0, -1, 0);
     return;
   }
 
