@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,23 +17,25 @@ class Trace {
   explicit Trace(std::string prefix = "") : prefix_(std::move(prefix)) {}
 
   // `rows` rows of `width` elements, `stride` elements apart; their product is that of `shape`.
-  void add(const std::string& name, const float* device, int64_t rows, int64_t width, int64_t stride,
-           std::vector<int64_t> shape, cudaStream_t stream);
-  void add(const std::string& name, const int32_t* device, int64_t rows, int64_t width, int64_t stride,
-           std::vector<int64_t> shape, cudaStream_t stream);
+  template <typename T>
+  void add(const std::string& name, const T* device, int64_t rows, int64_t width, int64_t stride,
+           std::vector<int64_t> shape, cudaStream_t stream) {
+    static_assert(std::is_same_v<T, float> || std::is_same_v<T, double> || std::is_same_v<T, int32_t>);
+    const char* dtype = std::is_same_v<T, float> ? "f32" : std::is_same_v<T, double> ? "f64" : "i32";
+    copy(name, dtype, sizeof(T), device, rows, width, stride, std::move(shape), stream);
+  }
 
   struct Array {
-    std::string name;
-    bool integer;
+    std::string name, dtype;  // a KDTR type
     std::vector<int64_t> shape;
     std::vector<unsigned char> bytes;
   };
   const std::vector<Array>& arrays() const { return arrays_; }
-  void write(const std::string& path) const;  // KDTR, kind "activations"; "/" in names becomes "."
+  void write(const std::string& path) const;  // KDTR; "/" in names becomes "."
 
  private:
-  void copy(const std::string& name, bool integer, const void* device, int64_t rows, int64_t width, int64_t stride,
-            std::vector<int64_t> shape, cudaStream_t stream);
+  void copy(const std::string& name, const char* dtype, size_t element, const void* device, int64_t rows, int64_t width,
+            int64_t stride, std::vector<int64_t> shape, cudaStream_t stream);
 
   std::string prefix_;
   std::vector<Array> arrays_;

@@ -106,7 +106,7 @@ int compare(const kdtr::File& golden, const std::string& prefix, const Trace& tr
     std::vector<unsigned char> bytes = found->second->bytes;
     if (last_row) bytes.erase(bytes.begin(), bytes.end() - static_cast<ptrdiff_t>(expected.nbytes));
     CHECK_EQUAL(bytes.size(), expected.nbytes);
-    if (found->second->integer) {
+    if (found->second->dtype == "i32") {
       std::vector<int32_t> values(bytes.size() / 4);
       std::memcpy(values.data(), bytes.data(), bytes.size());
       kdtr::compare(expected, values).raise_if_failed();

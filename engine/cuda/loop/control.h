@@ -1,0 +1,88 @@
+// What a run keeps of its requests on the device, and the kernels that decide: what a round may do, how much of the
+// accepted path is kept, and what is output. reference/loop.py
+#pragma once
+
+#include "common/error.h"
+#include "kdtree_decode.h"
+
+namespace kdtree {
+
+constexpr int kMostPath = KDTREE_MAX_DEPTH + 1;
+// Status of a request that has nothing to do in a round: no stage sets it, all carry it on.
+constexpr int kDone = 100;
+
+// What the host learns of a request at the end of a round.
+struct Record {
+  int32_t finish;  // kdtree_finish
+  int32_t status[3];
+  int32_t ran;  // whether the round was this request's; the following are only then set
+  int32_t prefix_length, nodes, depth_limit, list_depths;
+  int32_t kept;  // committed nodes, the root not counted
+  int32_t bonus;
+  int32_t output_count;
+  int32_t path[kMostPath], ranks[kMostPath];
+  int32_t output[kMostPath + 1];
+  int32_t cache_length;
+};
+
+// All arrays on the device, one entry a request unless a shape is given.
+struct Control {
+  int requests;
+  int method;       // kdtree_method
+  int width;        // N: rows of a block
+  int path_stride;  // L + 1
+  int stop_stride;
+
+  // Of a request, constant.
+  const int32_t *budgets, *capacities, *blocks, *stop_counts;
+  const int32_t* stop_tokens;  // [R, stop_stride]
+  const int32_t* full_finish;  // what running out of `wanted` means: length or capacity
+  const int32_t* uses_dflash;
+
+  // Of a request, from round to round.
+  int32_t *prefix, *root, *wanted, *finish;
+
+  // Of the round.
+  int32_t* status;        // [R, 3]
+  int32_t* depth_limits;  // deepest depth that may be drafted
+  int32_t* list_depths;   // depths proposed for
+  int32_t* tree_budgets;
+  int32_t* context;    // of DFlash: the context's length; -1: it has nothing to propose
+  int32_t* rows_used;  // of the verify pass: nodes, -1: none
+  int32_t* kept;       // nodes to commit; -1: none
+  int32_t* observed;   // the same for DFlash's features; -1: none
+
+  // Outputs of the stages.
+  const int32_t *node_count, *tokens, *ranks;  // [R], [R, N], [R, N]
+  const int32_t *accepted, *path, *bonus;      // [R], [R, L+1], [R]
+
+  Record* records;
+};
+
+// Before a round: limits, and the status kDone for requests that have finished.
+kdtree_status plan_round(const Control& control, cudaStream_t stream);
+// After tree_build: rows_used.
+kdtree_status plan_verify(const Control& control, cudaStream_t stream);
+// After tree_accept: the path ends with the first stop token on it.
+kdtree_status cut_path(const Control& control, cudaStream_t stream);
+// After all: outputs, the next root, what is finished, the records.
+kdtree_status end_round(const Control& control, cudaStream_t stream);
+
+// One pass over prompts: rows begin..begin+width-1 of each. prompts [R, stride]. Fills tokens, positions [R, width],
+// rows_used, prefix (committed so far), and `ends`: 0 where the prompt's last row is in this pass, otherwise kDone, as
+// status [R, 3]; observed.
+struct PromptChunk {
+  const int32_t* prompts;
+  const int32_t* lengths;
+  int stride, begin, width;
+  int32_t *tokens, *positions, *last_positions;  // last_positions [R]: of the prompt's last row
+  int32_t* ends;                                 // [R, 3]
+};
+kdtree_status plan_prompt(const Control& control, const PromptChunk& chunk, cudaStream_t stream);
+// After the last pass: each request's first root from choices [R]; outputs it if it stops.
+kdtree_status end_prompt(const Control& control, const int32_t* choices, const int32_t* lengths, cudaStream_t stream);
+// Where the prompt ended in this pass, its choice is kept: into[r] = choices[r].
+kdtree_status keep_choices(const Control& control, const int32_t* ends, const int32_t* choices, int32_t* into,
+                           cudaStream_t stream);
+
+}  // namespace kdtree
