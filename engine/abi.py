@@ -254,6 +254,7 @@ class Library:
         """Raises LibraryError if `path` cannot be loaded or is of another ABI version."""
         self.path = path
         self._functions: dict[str, Any] = {}
+        self._usable: set[int] = set()
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -306,6 +307,22 @@ class Library:
         """What the library was built for, "host" for the one that runs on the CPU."""
         text: bytes = self.function("architectures", ctypes.c_char_p)()
         return text.decode()
+
+    def require(self, device: int) -> None:
+        """Raise UnsupportedError if the library holds no code for a CUDA device; asked once for each.
+
+        Public issues: flashinfer-ai/flashinfer#5355, deepseek-ai/FlashMLA#39 (a binary for one architecture alone).
+        """
+        if device in self._usable:
+            return
+        info = self.device(device)
+        if not info.usable:
+            capability = f"{info.compute_capability // 10}.{info.compute_capability % 10}"
+            raise UnsupportedError(
+                f"device {device} ({info.name.decode('utf-8', 'replace')}) has compute capability {capability}; "
+                f"{self.path.name} was built for {self.architectures}"
+            )
+        self._usable.add(device)
 
     def device_count(self) -> int:
         """Number of CUDA devices, 0 without a driver. Raises CudaError."""

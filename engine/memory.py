@@ -72,11 +72,13 @@ class CudaMemory:
     @functools.cached_property
     def _cupy(self) -> Any:
         try:
-            return importlib.import_module("cupy")
+            cupy = importlib.import_module("cupy")
+            cupy.cuda.runtime.getDevice()
         except ImportError as error:
-            raise LibraryError(
-                f"CuPy cannot be imported, which holds the arrays of the CUDA engine: {error}"
-            ) from error
+            raise LibraryError(f"CuPy cannot be imported, which holds the CUDA engine's arrays: {error}") from error
+        except RuntimeError as error:
+            raise LibraryError(f"no CUDA device can be used: {error}") from error
+        return cupy
 
     @property
     def device(self) -> Device:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from engine import abi
-from engine.arrays import ArrayError, View, check, view
+from engine.arrays import CUDA, ArrayError, View, check, view
 from engine.memory import HostMemory, Memory
 
 T = TypeVar("T")
@@ -43,6 +43,8 @@ class Call:
     def __init__(self, library: abi.Library, memory: Memory, name: str, struct: type[ctypes.Structure], stream: Any):
         self.library, self.memory, self.name = library, memory, name
         self.device, self.stream = memory.device, memory.stream(stream)
+        if self.device.kind == CUDA:
+            library.require(self.device.number)
         self.struct: Any = struct(struct_size=ctypes.sizeof(struct))
         self.kept: list[object] = []
         self.workspace_size = 0

@@ -126,6 +126,14 @@ kdtree_status kdtree_tree_accept(const kdtree_tree_accept_args* args) {
   text = "kdtree_tree_accept: \\xff so it is";
   return args->struct_size == sizeof(*args) ? (kdtree_status)args->requests : KDTREE_VERSION;
 }
+const char* kdtree_architectures(void) { return "sm_90a ptx_80"; }
+kdtree_status kdtree_device_query(kdtree_device_info* info) {
+  const char name[] = "Old Card";
+  for (unsigned i = 0; i < sizeof(name); i++) info->name[i] = name[i];
+  info->compute_capability = 75 + info->device;
+  info->usable = info->device > 0;
+  return KDTREE_OK;
+}
 kdtree_heap_tree_result kdtree_heap_tree(const kdtree_heap_tree_args* args) {
   return (kdtree_heap_tree_result)args->requests;
 }
@@ -191,6 +199,14 @@ def test_the_loaded_library_says_what_it_was_built_for_and_names_devices(ops):
     assert info.shared_memory_optin >= 96 * 1024
     with pytest.raises(abi.SizeError, match=f"device is {count}"):
         library.device(count)
+
+
+def test_a_device_that_the_library_holds_no_code_for_is_named_with_what_it_was_built_for(stub):
+    stub.require(1)
+    said = r"device 0 \(Old Card\) has compute capability 7.5; made was built for sm_90a ptx_80"
+    for _ in range(2):
+        with pytest.raises(abi.UnsupportedError, match=said):
+            stub.require(0)
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,9 @@ def test_arrays_of_another_device_or_in_host_memory_are_refused(cupy, device_ops
     tokens, parents, count, choices = tree(cupy)
     with pytest.raises(ArrayError, match="tree_accept: choices must be on CUDA device 0, got one on the CPU"):
         device_ops.tree_accept(tokens, parents, count, choices.held, 4)
-    cupy.device = 1
     elsewhere = FakeCupy()
-    with pytest.raises(ArrayError, match="choices must be on CUDA device 1, got one on CUDA device 0"):
+    elsewhere.device = 1
+    with pytest.raises(ArrayError, match="choices must be on CUDA device 0, got one on CUDA device 1"):
         device_ops.tree_accept(tokens, parents, count, FakeArray(elsewhere, choices.held), 4)
 
 
@@ -191,10 +191,19 @@ def test_a_workspace_is_aligned(cupy, memory):
 def test_without_cupy_the_first_use_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     memory = CudaMemory()
-    with pytest.raises(LibraryError, match="CuPy cannot be imported, which holds the arrays of the CUDA engine"):
+    with pytest.raises(LibraryError, match="CuPy cannot be imported, which holds the CUDA engine's arrays"):
         _ = memory.device
     with pytest.raises(LibraryError, match="CuPy cannot be imported"):
         memory.stream(None)
+
+
+def test_without_a_driver_the_first_use_says_so(cupy):
+    def fail() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    cupy.cuda.runtime.getDevice = fail
+    with pytest.raises(LibraryError, match="no CUDA device can be used: cudaErrorInsufficientDriver"):
+        CudaMemory().stream(None)
 
 
 def test_the_device_is_the_one_that_is_current(cupy):
