@@ -23,7 +23,6 @@ from engine.plan import Plan
 from engine.results import Result
 from engine.toolkit import BuildError
 from harness.environment import SmiClockReader, gpu_uuid
-from harness.records import Environment
 from harness.timing import Clock, ClockReader, CupyEvents, EventClock, Own
 
 CALLS = 64
@@ -85,10 +84,13 @@ class CupyGpu:
         self.stream.synchronize()
 
 
-def open_gpu(environment: Environment) -> Gpu:
-    """The GPU with the engine's library for it, which is built if it is not there. Raises NoGpuError."""
-    if environment.gpu_missing is not None:
-        raise NoGpuError(environment.gpu_missing)
+def open_gpu(missing: str | None) -> Gpu:
+    """The GPU with the engine's library for it, which is built if it is not there. Raises NoGpuError.
+
+    missing: why there is no GPU, if that is known.
+    """
+    if missing is not None:
+        raise NoGpuError(missing)
     try:
         ops = engine.ops.open("cuda")
         return CupyGpu(ops)

@@ -59,7 +59,7 @@ class Systems:
 
     decoder: Callable[[Pair], Decoder] = ReferenceDecoder
     builder: Callable[[str, NDArray[np.float32], NDArray[np.int32], int], builders.Build] = builders.make
-    gpu: Callable[[Environment], gpu_builders.Gpu] = gpu_builders.open_gpu
+    gpu: Callable[[str | None], gpu_builders.Gpu] = gpu_builders.open_gpu
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Bench:
     @functools.cached_property
     def _gpu(self) -> gpu_builders.Gpu | gpu_builders.NoGpuError:
         try:
-            return self.systems.gpu(self.environment)
+            return self.systems.gpu(self.environment.gpu_missing)
         except gpu_builders.NoGpuError as error:
             return error
 

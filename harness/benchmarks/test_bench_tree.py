@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import builders, heap_tree
+from harness import builders, gpu_builders, heap_tree
+from harness.benchmarks.conftest import measure_graph
 from harness.cases import Builder, digest
 from harness.parity import combine
 from reference.topk import topk_logprob
@@ -28,15 +29,19 @@ def sharp_lists(width: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("budget", [16, 64, 256])
 @pytest.mark.parametrize("arm", ARMS)
-def test_bench_tree(benchmark: Any, bench_row: Any, arm: str, budget: int) -> None:
-    if arm == "gpu":
-        pytest.skip("the native engine has no runner here")
+def test_bench_tree(benchmark: Any, bench_row: Any, request: pytest.FixtureRequest, arm: str, budget: int) -> None:
     if arm == "cpp-heap" and heap_tree.compiler() is None:
         pytest.skip("no C++ compiler")
     lp, ids = sharp_lists(budget)
-    build = builders.make(arm, lp[None], ids[None], budget)
     benchmark.group = f"tree b{budget}, {BATCH} requests a call"
-    trees = benchmark.pedantic(build, args=(0,), rounds=30, warmup_rounds=3)()
+    timing = None
+    if arm == "gpu":
+        prepared = gpu_builders.tree_arm(request.getfixturevalue("gpu"), lp[None], ids[None], budget)
+        timing = measure_graph(benchmark, prepared, BATCH)
+        trees: Any = gpu_builders.trees_of(prepared)
+    else:
+        build = builders.make(arm, lp[None], ids[None], budget)
+        trees = benchmark.pedantic(build, args=(0,), rounds=30, warmup_rounds=3)()
     parity = combine(*builders.check(arm, trees, lp, ids, budget))
     case = Builder(BLOCK, budget, BATCH, BATCH)
     bench_row(
@@ -46,5 +51,6 @@ def test_bench_tree(benchmark: Any, bench_row: Any, arm: str, budget: int) -> No
         params={"budget": budget, "batch": BATCH, "depth_limit": BLOCK - 1},
         parity=parity,
         calls=BATCH,
+        timing=timing,
     )
     assert parity.passed, parity

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import engine.ops
 from engine.abi import SizeError, UnsupportedError
@@ -25,11 +26,10 @@ from harness.cases import Builder, Logits, digest
 from harness.compare import BASELINES
 from harness.environment import CHECKOUT
 from harness.gpu_builders import POISON, CupyGpu, NoGpuError, open_gpu
-from harness.records import Environment, Method, Row
+from harness.records import Row
 from harness.systems import Systems
-from harness.tests.examples import make_environment
+from harness.tests.host_gpu import FLAG, Arrays, HostGpu
 from harness.tests.pairs import write_lists, write_pair
-from harness.timing import ClockReader, CpuClock
 from reference.topk import topk_logprob
 
 SMALL: tuple[cases.Case, ...] = (
@@ -38,40 +38,6 @@ SMALL: tuple[cases.Case, ...] = (
     Logits(6, 2, 3, 300),
     Logits(6, 12, 3, 300),
 )
-Arrays = Sequence[NDArray[Any]]
-
-
-class GraphClock(CpuClock):
-    method: Method = "graph"
-
-
-class HostGpu:
-    """The host library as a GPU: a capture is the work itself. fault(arrays): what a faulty device adds to it."""
-
-    stream = None
-    reader: ClockReader | None = None
-
-    def __init__(self, ops: Ops, fault: Callable[[Arrays], object] = lambda _: None, replays: bool = True):
-        self.ops, self._fault, self._replays = ops, fault, replays
-        self.clock = GraphClock()
-
-    def to_device(self, array: NDArray[Any]) -> Any:
-        return array.copy()
-
-    def capture(self, work: Callable[[], object], written: Arrays) -> Callable[[], object]:
-        work()
-        for array in written:
-            array.fill(POISON)
-
-        def run() -> None:
-            if self._replays:
-                work()
-                self._fault(written)
-
-        return run
-
-    def synchronize(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +62,7 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, lists: Path, chosen: str, gpu: Any, *more: str) -> tuple[int, dict[tuple[str, str], Row]]:
     """(exit status, rows by case and arm). gpu: a HostGpu, or what opening one raises."""
 
-    def opened(_: Environment) -> Any:
+    def opened(_: str | None) -> Any:
         if isinstance(gpu, Exception):
             raise gpu
         return gpu
@@ -259,7 +225,7 @@ def test_the_mask_of_the_public_implementation_is_the_references():
 
 def test_the_gpu_is_opened_where_there_is_one_and_an_engine_for_it(monkeypatch):
     with pytest.raises(NoGpuError, match=r"^no CUDA driver$"):
-        open_gpu(make_environment(gpu_missing="no CUDA driver"))
+        open_gpu("no CUDA driver")
 
     def opening(error: Exception) -> Callable[[str], Ops]:
         def fail(kind: str) -> Ops:
@@ -274,7 +240,7 @@ def test_the_gpu_is_opened_where_there_is_one_and_an_engine_for_it(monkeypatch):
     ):
         monkeypatch.setattr(engine.ops, "open", opening(error))
         with pytest.raises(NoGpuError, match=f"^the engine cannot be used: {said}$"):
-            open_gpu(make_environment(gpu_missing=None))
+            open_gpu(None)
 
 
 class FakeStream:
@@ -352,6 +318,28 @@ def test_the_suite_of_trees_reaches_large_batches_and_names_no_case_twice():
         assert {case.batch for case in suite if isinstance(case, kind)} == {1, 8, 64, 128, 256}
     assert all(cases.GPU in case.arms for case in suite)
     assert dataclasses.asdict(Logits(64)).keys() == {"budget", "batch", "depth_limit", "vocab"}
+
+
+def test_the_benchmarks_measure_the_gpu_in_replays_of_a_graph(ops, tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "harness.tests.host_gpu", "--benchmark-only"]
+    chosen = "gpu and (accept and 16 or compact and 4 and not 61 or topk and 4096 or tree and 16 and not 163840)"
+    rows_file = tmp_path / "rows.jsonl"
+    done = subprocess.run(
+        [*command, "harness/benchmarks", "-k", chosen, f"--benchmark-rows={rows_file}"],
+        cwd=CHECKOUT,
+        env={**os.environ, FLAG: "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = {row.case: row for row in records.read(rows_file) if row.arm == "gpu"}
+    assert rows.keys() == {"bench/accept/b16", "bench/compact/layers4", "bench/topk/v4096", "bench/tree/b16"}
+    for row in rows.values():
+        assert row.status == "OK"
+        assert row.timing is not None
+        assert (row.timing.method, row.timing.launch, row.timing.l2) == ("graph", "graph", "warm")
+        assert (len(row.timing.samples_s), row.timing.warmups) == (20, 3)
 
 
 @pytest.mark.skipif(heap_tree.compiler() is None, reason="no C++ compiler")
