@@ -264,7 +264,7 @@ class Library:
             raise LibraryError(f"{path.name} has version {version} of the C ABI, this package needs {VERSION}")
         self._last_error = self.function("last_error", ctypes.c_char_p)
 
-    def function(self, name: str, result: type[Any], *arguments: type[Any]) -> Any:
+    def function(self, name: str, result: type[Any] | None, *arguments: type[Any]) -> Any:
         """kdtree_<name> with its prototype. Raises LibraryError if the library has no such function."""
         if name not in self._functions:
             try:
