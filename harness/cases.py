@@ -93,7 +93,7 @@ class Builder:
 
     @property
     def cost(self) -> float:
-        return 0.3 + self.budget * self.lists / 4000
+        return 0.3 + self.budget * max(self.lists, self.batch) / 4000
 
 
 @dataclass(frozen=True)
