@@ -1,0 +1,253 @@
+// The routed experts of all rows: grouped by expert on the device, multiplied tile by tile, added up row by row.
+//
+//   group    one block sorts the pairs (row, slot) by expert, in the order of the rows, and cuts tiles of at most 8
+//   gate_up  a warp for two gates and the two ups that go with them, of the rows of a tile -> mid [pair, width]
+//   down     a warp for four outputs -> out [pair, hidden]
+//   combine  y = w0 out0; y = y + w1 out1; ... in the order of the slots, each product rounded by itself
+// Sums run in the order of linear_order.h, so a row's bits do not depend on who shares its experts. A tile reads its
+// expert's weights once; tiles of one expert follow each other in the grid, so that a second one finds them in L2.
+// The grid is for as many tiles as there could be: what is not needed ends at once.
+
+#include "common/block.h"
+#include "common/error.h"
+#include "kernels/layers.h"
+#include "kernels/linear_order.h"
+#include "kernels/swiglu.h"
+
+namespace kdtree {
+namespace {
+
+constexpr int kMostExperts = 512;
+constexpr int kMostChosen = 32;
+constexpr int kTileRows = 8;
+constexpr int kOuts = 4;
+constexpr int kWarps = 4;
+constexpr int kGroupWarps = kMostExperts / kWarp;  // a thread for an expert
+constexpr int kCombineThreads = 128;
+
+struct Tile {
+  int32_t expert, first, rows;  // pairs order[first..first+rows-1]
+};
+
+// The workspace.
+struct Scratch {
+  int32_t* tile_count;  // [1]
+  Tile* tiles;          // [most_tiles]
+  int32_t* order;       // [pairs] row * chosen + slot, grouped by expert
+  float* mid;           // [pairs, width]
+  float* out;           // [pairs, hidden]
+  int64_t most_tiles;
+  size_t bytes;
+
+  Scratch(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
+    const int64_t pairs = static_cast<int64_t>(rows) * chosen;
+    // A pair starts a tile at the latest when eight of its expert are before it, or when it is its expert's first.
+    const int64_t full = pairs / kTileRows + (experts < pairs ? experts : pairs);
+    most_tiles = full < pairs ? full : pairs;
+    unsigned char* const base = static_cast<unsigned char*>(workspace);
+    bytes = 0;
+    const auto take = [&](size_t size) {
+      unsigned char* const place = base == nullptr ? nullptr : base + bytes;
+      bytes += round_up(size, 256);
+      return place;
+    };
+    tile_count = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+    tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(most_tiles)));
+    order = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * static_cast<size_t>(pairs)));
+    mid = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * width));
+    out = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * hidden));
+  }
+};
+
+// What the kernels read of the arguments.
+struct Problem {
+  ExpertsArgs a;
+  Rows rows;  // if a.rows_used says so
+  Scratch scratch;
+  __device__ bool used(int row) const { return a.rows_used == nullptr || rows.used(row); }
+};
+
+// Adds pairs begin..end-1 to counts [experts], in their order, by one warp. order: the place of each is what its
+// expert's count was; NULL: they are only counted.
+__device__ void count_pairs(const Problem& p, int begin, int end, int* counts, int32_t* order) {
+  for (int first = begin; first < end; first += kWarp) {
+    const int pair = first + lane_id();
+    const bool counted = pair < end && p.used(pair / p.a.chosen);
+    const int expert = counted ? p.a.ids[pair] : -1;
+    const unsigned same = __match_any_sync(kAllLanes, expert);
+    const int leader = __ffs(static_cast<int>(same)) - 1;
+    int place = 0;
+    if (counted && lane_id() == leader) {
+      place = counts[expert];
+      counts[expert] = place + __popc(same);
+    }
+    place = __shfl_sync(kAllLanes, place, leader) + __popc(same & ((1u << lane_id()) - 1));
+    if (order != nullptr && counted) order[place] = pair;
+    __syncwarp();
+  }
+}
+
+// Each warp counts and later places the pairs of its own stretch.
+__global__ void __launch_bounds__(kGroupWarps* kWarp) experts_group_kernel(Problem p) {
+  __shared__ int counts[kGroupWarps][kMostExperts];  // of each warp's stretch; then where its next pair goes
+  __shared__ unsigned totals[2][kWarp];
+  BlockScan scan(totals);
+  const int warp = warp_id(), expert = static_cast<int>(threadIdx.x);
+  const int pairs = p.a.rows * p.a.chosen;
+  const int stretch = static_cast<int>(ceil_div(ceil_div(pairs, kGroupWarps), kWarp)) * kWarp;
+  const int begin = min(warp * stretch, pairs), end = min(begin + stretch, pairs);
+  for (int w = 0; w < kGroupWarps; ++w) counts[w][expert] = 0;
+  __syncthreads();
+
+  count_pairs(p, begin, end, counts[warp], nullptr);
+  __syncthreads();
+
+  int count = 0;
+  for (int w = 0; w < kGroupWarps; ++w) count += counts[w][expert];
+  const Scanned place = scan(static_cast<unsigned>(count));
+  int next = static_cast<int>(place.before);
+  for (int w = 0; w < kGroupWarps; ++w) {
+    const int here = counts[w][expert];
+    counts[w][expert] = next;
+    next += here;
+  }
+  const Scanned tile = scan(static_cast<unsigned>(ceil_div(count, kTileRows)));
+  for (int i = 0; i * kTileRows < count; ++i) {
+    const int first = static_cast<int>(place.before) + i * kTileRows;
+    p.scratch.tiles[tile.before + static_cast<unsigned>(i)] = {expert, first, min(kTileRows, count - i * kTileRows)};
+  }
+  if (threadIdx.x == 0) *p.scratch.tile_count = static_cast<int>(tile.total);
+  __syncthreads();
+
+  count_pairs(p, begin, end, counts[warp], p.scratch.order);
+}
+
+// Tile of this block; rows 0 past the last one.
+__device__ Tile own_tile(const Scratch& scratch) {
+  const int index = static_cast<int>(blockIdx.x);
+  return index < *scratch.tile_count ? scratch.tiles[index] : Tile{0, 0, 0};
+}
+
+// kRows: the most rows of a tile.
+template <int kRows>
+__global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem p) {
+  const Tile tile = own_tile(p.scratch);
+  const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * (kOuts / 2);
+  if (tile.rows == 0 || first_out >= p.a.width) return;
+  const int outs = min(kOuts / 2, p.a.width - first_out);
+  const float* const gate_up = p.a.gate_up[tile.expert];
+  const float* x[kRows];
+  const float* w[kOuts];
+  KDTREE_UNROLL
+  for (int m = 0; m < kRows; ++m)
+    x[m] = p.a.x + static_cast<int64_t>(p.scratch.order[tile.first + min(m, tile.rows - 1)] / p.a.chosen) * p.a.hidden;
+  KDTREE_UNROLL
+  for (int n = 0; n < kOuts; ++n) {
+    const int out = first_out + min(n % (kOuts / 2), outs - 1) + n / (kOuts / 2) * p.a.width;
+    w[n] = gate_up + static_cast<int64_t>(out) * p.a.hidden;
+  }
+  float sum[kRows * kOuts] = {};
+  add_terms<2>(x, tile.rows, w, p.a.hidden, sum);
+  // The up of gate n is number n + 2 of its row: kLanes lanes hold one number.
+  constexpr int kLanes = kWarp / (kRows * kOuts);
+  const float own = join_lanes(sum);
+  const float up = __shfl_down_sync(kAllLanes, own, kOuts / 2 * kLanes);
+  const int number = lane_id() / kLanes, m = number / kOuts, n = number % kOuts;
+  if (lane_id() % kLanes == 0 && m < tile.rows && n < outs)
+    p.scratch.mid[static_cast<int64_t>(p.scratch.order[tile.first + m]) * p.a.width + first_out + n] = gated(own, up);
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kWarps* kWarp) experts_down_kernel(Problem p) {
+  const Tile tile = own_tile(p.scratch);
+  const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * kOuts;
+  if (tile.rows == 0 || first_out >= p.a.hidden) return;
+  const int outs = min(kOuts, p.a.hidden - first_out);
+  const float* const down = p.a.down[tile.expert];
+  const float* x[kRows];
+  const float* w[kOuts];
+  KDTREE_UNROLL
+  for (int m = 0; m < kRows; ++m)
+    x[m] = p.scratch.mid + static_cast<int64_t>(p.scratch.order[tile.first + min(m, tile.rows - 1)]) * p.a.width;
+  KDTREE_UNROLL
+  for (int n = 0; n < kOuts; ++n) w[n] = down + static_cast<int64_t>(first_out + min(n, outs - 1)) * p.a.width;
+  float sum[kRows * kOuts] = {};
+  add_terms<2>(x, tile.rows, w, p.a.width, sum);
+  join_all(sum, tile.rows * kOuts, [&](int number, float value) {
+    const int64_t pair = p.scratch.order[tile.first + number / kOuts];
+    const int n = number % kOuts;
+    if (n < outs) p.scratch.out[pair * p.a.hidden + first_out + n] = value;
+  });
+}
+
+__device__ float4 scaled(float4 v, float w) {
+  return make_float4(__fmul_rn(w, v.x), __fmul_rn(w, v.y), __fmul_rn(w, v.z), __fmul_rn(w, v.w));
+}
+__device__ float4 added(float4 a, float4 b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+
+__global__ void __launch_bounds__(kCombineThreads) experts_combine_kernel(Problem p, bool vector) {
+  const int row = static_cast<int>(blockIdx.x);
+  const int c = 4 * static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x), count = p.a.hidden - c;
+  if (count <= 0 || !p.used(row)) return;
+  const int64_t first = static_cast<int64_t>(row) * p.a.chosen;
+  const float* const out = p.scratch.out + first * p.a.hidden + c;
+  float4 y = scaled(load4(out, count, vector), p.a.weights[first]);
+  for (int slot = 1; slot < p.a.chosen; ++slot)
+    y = added(y,
+              scaled(load4(out + static_cast<int64_t>(slot) * p.a.hidden, count, vector), p.a.weights[first + slot]));
+  store4(p.a.y + static_cast<int64_t>(row) * p.a.hidden + c, y, count, vector);
+}
+
+template <int kRows>
+kdtree_status multiply(const Problem& p, cudaStream_t stream) {
+  const unsigned tiles = static_cast<unsigned>(p.scratch.most_tiles);
+  const dim3 block(kWarps * kWarp);
+  KDTREE_LAUNCH((experts_gate_up_kernel<kRows>),
+                dim3(tiles, static_cast<unsigned>(ceil_div(p.a.width, kWarps * kOuts / 2))), block, 0, stream, p);
+  KDTREE_RETURN_IF_FAILED(check_launch("experts_gate_up_kernel"));
+  KDTREE_LAUNCH((experts_down_kernel<kRows>), dim3(tiles, static_cast<unsigned>(ceil_div(p.a.hidden, kWarps * kOuts))),
+                block, 0, stream, p);
+  return check_launch("experts_down_kernel");
+}
+
+}  // namespace
+
+size_t experts_workspace(int rows, int hidden, int width, int experts, int chosen) {
+  if (rows < 1 || hidden < 1 || width < 1 || experts < 1 || chosen < 1) return 0;
+  return Scratch(nullptr, rows, hidden, width, experts, chosen).bytes;
+}
+
+kdtree_status experts(const ExpertsArgs& a, cudaStream_t stream) {
+  Arguments arguments("experts");
+  arguments.range("hidden", a.hidden, 1, 65535 * kWarps * kOuts)
+      .range("width", a.width, 1, 65535 * kWarps * kOuts / 2)
+      .range("experts", a.experts, 1, kMostExperts)
+      .range("chosen", a.chosen, 1, a.experts < kMostChosen ? a.experts : kMostChosen)
+      .range("rows", a.rows, 1, (1 << 30) / kMostChosen)
+      .array("x", a.x, sizeof(float))
+      .array("gate_up", a.gate_up, sizeof(float*))
+      .array("down", a.down, sizeof(float*))
+      .array("ids", a.ids, sizeof(int32_t))
+      .array("weights", a.weights, sizeof(float))
+      .array("y", a.y, sizeof(float));
+  if (a.rows_used != nullptr)
+    arguments.range("rows_used", a.rows_used->count(), a.rows, a.rows)
+        .array("node_count", a.rows_used->node_count, sizeof(int32_t));
+  arguments.workspace(a.workspace, a.workspace_size, experts_workspace(a.rows, a.hidden, a.width, a.experts, a.chosen));
+  KDTREE_RETURN_IF_FAILED(arguments.status());
+
+  const Problem p{a, a.rows_used == nullptr ? Rows{} : *a.rows_used,
+                  Scratch(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen)};
+  KDTREE_LAUNCH(experts_group_kernel, dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p);
+  KDTREE_RETURN_IF_FAILED(check_launch("experts_group_kernel"));
+  // One row: no expert has two.
+  KDTREE_RETURN_IF_FAILED(a.rows == 1 ? multiply<1>(p, stream) : multiply<kTileRows>(p, stream));
+  const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(a.hidden, 4 * kCombineThreads)));
+  KDTREE_LAUNCH(experts_combine_kernel, grid, dim3(kCombineThreads), 0, stream, p,
+                fours({a.y, p.scratch.out}, {a.hidden}));
+  return check_launch("experts_combine_kernel");
+}
+
+}  // namespace kdtree

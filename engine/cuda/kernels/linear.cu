@@ -1,0 +1,191 @@
+// y = x w^T: sums in the order of linear_order.h, which no tile shape changes.
+//
+// Few rows (and rows of any alignment): a warp for kOuts outputs of up to 8 rows. Weights go from memory to registers,
+// eight 16-byte loads of a lane on their way at a time; x comes from L1. Memory is the limit.
+//
+// More rows: a block of 4 or 8 warps for 17 or 34 rows times 32 outputs. x and w pass through shared memory in steps of
+// 128 k, copied asynchronously while the step before is computed. A warp holds 17 x 8 sums in each lane and reads 25
+// values of 16 bytes for 544 multiply-adds: shared memory is then 3/4 as busy as the arithmetic. 17 rows, because a
+// tree of 2^n nodes and its root are 2^n + 1: 33 rows are 2 tiles of 17, 257 are 16. A row that a tile lacks costs
+// nothing.
+//
+// Estimates for one H200 (4.3 TB/s, 132 x 128 multiply-adds at 1.98 GHz = 67 TFLOP/s), none measured yet:
+//   1 row: time to read the weights at 75-85 % of the copy bandwidth from 4096 outputs on; 7168 -> 576: 8 us.
+//   17 rows: weights at 50-65 % of it; 32 rows and more: 45-60 % of 67 TFLOP/s, so [7168 -> 7168] x 65 rows: 170-220
+//   us. The 32 partial sums that one row needs to fill the device are what keeps many rows from tiles of 128 x 128,
+//   which reach 85 %.
+
+#include "common/error.h"
+#include "common/ptx.h"
+#include "kernels/linear_cublas.h"
+#include "kernels/linear_order.h"
+
+namespace kdtree {
+namespace {
+
+constexpr int kMostSize = 1 << 30;
+constexpr int kMostOutputs = 65535 * 16;  // the grid's second side
+constexpr int kStreamWarps = 4;
+constexpr int kTileRows = 17;
+constexpr int kTileWarps = 4;       // warps of a block along the outputs
+constexpr int kEnoughBlocks = 128;  // about one for each multiprocessor
+
+// Output (m, o) of one problem.
+struct Result {
+  float* y;
+  const float* add;
+  int64_t stride;
+
+  __device__ Result(const LinearArgs& a, int64_t batch)
+      : y(a.y + batch * a.y_batch), add(a.add == nullptr ? nullptr : a.add + batch * a.y_batch), stride(a.y_stride) {}
+  __device__ void put(int64_t row, int out, float sum) const {
+    const int64_t place = row * stride + out;
+    y[place] = add == nullptr ? sum : sum + add[place];
+  }
+};
+
+template <int kRows, int kOuts>
+__global__ void __launch_bounds__(kStreamWarps* kWarp, 5) linear_stream_kernel(LinearArgs a) {
+  const int first_row = static_cast<int>(blockIdx.x) * kRows;
+  const int first_out = (static_cast<int>(blockIdx.y) * kStreamWarps + warp_id()) * kOuts;
+  if (first_out >= a.out) return;
+  const int rows = min(kRows, a.rows - first_row), outs = min(kOuts, a.out - first_out);
+  const float* const x0 = a.x + blockIdx.z * a.x_batch + first_row * a.x_stride;
+  const float* const w0 = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out) * a.in;
+  const float* x[kRows];
+  const float* w[kOuts];
+  KDTREE_UNROLL
+  for (int m = 0; m < kRows; ++m) x[m] = x0 + min(m, rows - 1) * a.x_stride;
+  KDTREE_UNROLL
+  for (int n = 0; n < kOuts; ++n) w[n] = w0 + static_cast<int64_t>(min(n, outs - 1)) * a.in;
+
+  float sum[kRows * kOuts] = {};
+  add_terms<8 / kOuts>(x, rows, w, a.in, sum);
+  const Result result(a, blockIdx.z);
+  join_all(sum, rows * kOuts, [&](int number, float value) {
+    const int n = number % kOuts;
+    if (n < outs) result.put(first_row + number / kOuts, first_out + n, value);
+  });
+}
+
+// What the blocks of a tiled product share. A block's rows are those of `groups` groups of `group_rows`.
+struct Tiling {
+  int groups, group_rows;
+  __host__ __device__ int rows() const { return groups * group_rows; }
+};
+
+// Tiles of kStages steps: rows of x, then rows of w, 128 floats each.
+template <int kOuts, int kStages>
+__global__ void __launch_bounds__(2 * kTileWarps * kWarp) linear_tile_kernel(LinearArgs a, Tiling tiling) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  float* const stages = reinterpret_cast<float*>(shared);
+  constexpr int kBlockOuts = kTileWarps * kOuts;
+  const int lane = lane_id(), warp = warp_id();
+  const int first_row = static_cast<int>(blockIdx.x) * tiling.rows();
+  const int first_out = static_cast<int>(blockIdx.y) * kBlockOuts;
+  const int rows = min(tiling.rows(), a.rows - first_row), outs = min(kBlockOuts, a.out - first_out);
+  const int stage_size = (tiling.rows() + kBlockOuts) * kStep;
+  const float* const x = a.x + blockIdx.z * a.x_batch + first_row * a.x_stride;
+  const float* const w = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out) * a.in;
+
+  const int steps = static_cast<int>(ceil_div(a.in, kStep));
+  const auto copy = [&](int step) {
+    const int k = step * kStep + 4 * lane;
+    if (step < steps && k < a.in) {
+      float* const stage = stages + step % kStages * stage_size + 4 * lane;
+      for (int i = warp; i < rows; i += warp_count()) copy_async_16(stage + i * kStep, x + i * a.x_stride + k);
+      for (int i = warp; i < outs; i += warp_count())
+        copy_async_16(stage + (tiling.rows() + i) * kStep, w + static_cast<int64_t>(i) * a.in + k);
+    }
+    commit_copies();
+  };
+
+  const int own_first_row = warp / kTileWarps * tiling.group_rows, own_first_out = warp % kTileWarps * kOuts;
+  const int own_rows = min(tiling.group_rows, rows - own_first_row);
+  float sum[kTileRows * kOuts] = {};
+  for (int step = 0; step < kStages - 1; ++step) copy(step);
+  for (int step = 0; step < steps; ++step) {
+    wait_copies<kStages - 2>();
+    __syncthreads();  // the step is there for all, and all are done with the stage that is filled next
+    copy(step + kStages - 1);
+    if (step * kStep + 4 * lane >= a.in) continue;
+    const float* const stage = stages + step % kStages * stage_size + 4 * lane;
+    float4 weights[kOuts];
+    KDTREE_UNROLL
+    for (int n = 0; n < kOuts; ++n)
+      weights[n] = *reinterpret_cast<const float4*>(stage + (tiling.rows() + own_first_out + n) * kStep);
+    KDTREE_UNROLL
+    for (int m = 0; m < kTileRows; ++m) {
+      if (m < own_rows) {
+        const float4 values = *reinterpret_cast<const float4*>(stage + (own_first_row + m) * kStep);
+        KDTREE_UNROLL
+        for (int n = 0; n < kOuts; ++n) sum[m * kOuts + n] = add_products(values, weights[n], 4, sum[m * kOuts + n]);
+      }
+    }
+  }
+  const Result result(a, blockIdx.z);
+  join_all(sum, own_rows * kOuts, [&](int number, float value) {
+    const int n = own_first_out + number % kOuts;
+    if (n < outs) result.put(first_row + own_first_row + number / kOuts, first_out + n, value);
+  });
+}
+
+template <int kRows, int kOuts>
+kdtree_status launch_stream(const LinearArgs& a, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, kRows)),
+                  static_cast<unsigned>(ceil_div(a.out, kStreamWarps * kOuts)), static_cast<unsigned>(a.batch));
+  KDTREE_LAUNCH((linear_stream_kernel<kRows, kOuts>), grid, dim3(kStreamWarps * kWarp), 0, stream, a);
+  return check_launch("linear_stream_kernel");
+}
+
+template <int kOuts, int kStages>
+kdtree_status launch_tile(const LinearArgs& a, const Tiling& tiling, cudaStream_t stream) {
+  const size_t bytes = sizeof(float) * kStages * static_cast<size_t>(tiling.rows() + kTileWarps * kOuts) * kStep;
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(linear_tile_kernel<kOuts, kStages>),
+                                              "linear_tile_kernel", bytes));
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tiling.rows())),
+                  static_cast<unsigned>(ceil_div(a.out, kTileWarps * kOuts)), static_cast<unsigned>(a.batch));
+  const dim3 block(static_cast<unsigned>(tiling.groups * kTileWarps * kWarp));
+  KDTREE_LAUNCH((linear_tile_kernel<kOuts, kStages>), grid, block, bytes, stream, a, tiling);
+  return check_launch("linear_tile_kernel");
+}
+
+// The rows fall into equal groups of at most 17; a block takes two where there are several.
+Tiling tiling_of(int rows) {
+  const int groups = static_cast<int>(ceil_div(rows, kTileRows));
+  return {groups > 1 ? 2 : 1, static_cast<int>(ceil_div(rows, groups))};
+}
+
+kdtree_status linear_row_invariant(const LinearArgs& a, cudaStream_t stream) {
+  // Long sums for few outputs: a warp for each, or too few of them would ask for memory.
+  if (a.rows == 1 && a.in >= 2048 && a.out < 4096) return launch_stream<1, 1>(a, stream);
+  if (a.rows == 1) return launch_stream<1, 4>(a, stream);
+  if (a.rows == 2) return launch_stream<2, 4>(a, stream);
+  if (a.rows <= 4) return launch_stream<4, 4>(a, stream);
+  if (a.rows <= 8 || !fours({a.x, a.w}, {a.x_stride, a.x_batch, a.w_batch, a.in}))
+    return launch_stream<8, 4>(a, stream);
+  const Tiling tiling = tiling_of(a.rows);
+  const int64_t blocks = ceil_div(a.rows, tiling.rows()) * ceil_div(a.out, kTileWarps * 8) * a.batch;
+  return blocks >= kEnoughBlocks ? launch_tile<8, 2>(a, tiling, stream) : launch_tile<4, 3>(a, tiling, stream);
+}
+
+}  // namespace
+
+kdtree_status linear(const LinearArgs& a, Gemm gemm, cudaStream_t stream) {
+  Arguments arguments("linear");
+  arguments.range("rows", a.rows, 1, kMostSize)
+      .range("out", a.out, 1, kMostOutputs)
+      .range("in", a.in, 1, kMostSize)
+      .range("batch", a.batch, 1, 65535)
+      .range("gemm", static_cast<int>(gemm), 0, 1)
+      .range("x_stride", a.x_stride, a.in, INT64_MAX)
+      .range("y_stride", a.y_stride, a.out, INT64_MAX)
+      .array("x", a.x, sizeof(float))
+      .array("w", a.w, sizeof(float))
+      .array("y", a.y, sizeof(float))
+      .array("add", a.add, sizeof(float), false);
+  KDTREE_RETURN_IF_FAILED(arguments.status());
+  return gemm == Gemm::kCublas ? linear_cublas(a, stream) : linear_row_invariant(a, stream);
+}
+
+}  // namespace kdtree

@@ -1,0 +1,349 @@
+// The layers besides products and experts, against the golden files, and what they promise about rows.
+#include <algorithm>
+#include <kdtr/compare.hpp>
+#include <limits>
+
+#include "kernels/layers.h"
+#include "tests/check.h"
+#include "tests/random.h"
+
+using namespace kdtree;
+
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+int extent(const kdtr::Tensor& tensor, int axis) { return static_cast<int>(tensor.shape[axis]); }
+
+// Names before "/out" of the cases of a golden file that begin with `prefix`.
+std::vector<std::string> golden_cases(const kdtr::File& file, const std::string& op) {
+  std::vector<std::string> names;
+  for (uint64_t i = 0; i < file.size(); ++i) {
+    const std::string name(file[i].name);
+    const size_t end = name.rfind("/op");
+    if (end != std::string::npos && end + 3 == name.size() && file[i].text() == op)
+      names.push_back(name.substr(0, end));
+  }
+  CHECK(!names.empty());
+  return names;
+}
+
+check::Array<float> floats(const kdtr::File& file, const std::string& name) {
+  return check::Array<float>(file.at(name).as<float>());
+}
+
+// [a, b] -> [b, a]
+std::vector<float> transposed(const kdtr::Tensor& tensor) {
+  const auto view = tensor.as<float, 2>();
+  std::vector<float> result;
+  for (uint64_t j = 0; j < view.shape[1]; ++j)
+    for (uint64_t i = 0; i < view.shape[0]; ++i) result.push_back(view(i, j));
+  return result;
+}
+
+void multiply(const float* x, const float* w, float* y, int rows, int out, int in) {
+  LinearArgs a{};
+  a.x = x;
+  a.x_stride = in;
+  a.w = w;
+  a.y = y;
+  a.y_stride = out;
+  a.rows = rows;
+  a.out = out;
+  a.in = in;
+  a.batch = 1;
+  CHECK_OK(linear(a, Gemm::kRowInvariant, nullptr));
+}
+
+// Blocks of `width` rows with their node counts on the device.
+struct Blocks {
+  check::Array<int32_t> node_count, prefix_lengths, tokens;
+  Rows rows{};
+
+  Blocks(int width, const std::vector<int32_t>& counts, const std::vector<int32_t>& prefixes,
+         const std::vector<int32_t>& ids)
+      : node_count(counts), prefix_lengths(prefixes), tokens(ids) {
+    rows.requests = static_cast<int>(counts.size());
+    rows.width = width;
+    rows.node_count = node_count.get();
+    rows.prefix_lengths = prefix_lengths.get();
+    rows.tokens = tokens.get();
+  }
+};
+
+}  // namespace
+
+TEST(embedding_golden) {
+  const kdtr::File file = check::golden("op_rms_norm.kdtr");
+  const kdtr::Tensor table = file.at("embedding/table"), out = file.at("embedding/out");
+  const auto tokens = file.at("embedding/tokens").as<int32_t>();
+  const int rows = static_cast<int>(tokens.size), hidden = extent(table, 1);
+  const check::Array<float> device_table = floats(file, "embedding/table"), y(rows * hidden);
+  const Blocks blocks(rows, {rows - 1}, {0}, {tokens.data, tokens.data + rows});
+  CHECK_OK(embed({blocks.rows, device_table.get(), y.get(), hidden}, nullptr));
+  kdtr::compare(out, y.read()).raise_if_failed();
+}
+
+TEST(embedding_of_unused_rows_is_zero) {
+  for (const int hidden : {4, 5, 1030}) {
+    const std::vector<float> table = check::noise(1, 3 * hidden);
+    const check::Array<float> device_table(table), y(8 * hidden);
+    // Tokens past the used rows are no tokens.
+    const Blocks blocks(4, {1, -1}, {0, 0}, {2, 1, -7, 1 << 30, -1, -1, -1, -1});
+    CHECK_OK(embed({blocks.rows, device_table.get(), y.get(), hidden}, nullptr));
+    std::vector<float> right(8 * hidden, 0.0f);
+    std::copy_n(&table[2 * hidden], hidden, &right[0]);
+    std::copy_n(&table[1 * hidden], hidden, &right[hidden]);
+    CHECK_EQUAL_ALL(check::bits(y.read()), check::bits(right), "y");
+  }
+}
+
+TEST(rms_norm_golden) {
+  const kdtr::File file = check::golden("op_rms_norm.kdtr");
+  for (const std::string& name : golden_cases(file, "rms_norm")) {
+    const kdtr::Tensor out = file.at(name + "/out");
+    const int rows = extent(out, 0), width = extent(out, 1);
+    const check::Array<float> x = floats(file, name + "/x"), weight = floats(file, name + "/weight"), y(rows * width);
+    const float eps = static_cast<float>(file.at(name + "/eps").scalar<double>());
+    CHECK_OK(rms_norm({x.get(), width, weight.get(), y.get(), width, rows, width, eps}, nullptr));
+    kdtr::compare(out, y.read()).raise_if_failed();
+    CHECK_OK(rms_norm({x.get(), width, weight.get(), x.get(), width, rows, width, eps}, nullptr));
+    CHECK_EQUAL_ALL(check::bits(x.read()), check::bits(y.read()), "in place");
+  }
+}
+
+TEST(rms_norm_bits_depend_on_the_row_alone) {
+  for (const int width : {1, 4, 63, 128, 516, 2052, 9000}) {
+    const std::vector<float> row = check::noise(2, width), weight = check::noise(3, width);
+    std::vector<uint32_t> first;
+    for (const int shift : {0, 1})
+      for (const int rows : {1, 3}) {
+        const int stride = width + 4 - shift;
+        std::vector<float> x(rows * stride + shift, kNan);  // the other rows are broken
+        std::copy(row.begin(), row.end(), x.begin() + (rows - 1) * stride + shift);
+        const check::Array<float> device_x(x), device_weight(weight), y(rows * stride + shift);
+        CHECK_OK(
+            rms_norm({device_x.get() + shift, stride, device_weight.get(), y.get() + shift, stride, rows, width, 1e-6f},
+                     nullptr));
+        const std::vector<float> got = y.read();
+        const auto begin = got.begin() + (rows - 1) * stride + shift;
+        const std::vector<uint32_t> here = check::bits({begin, begin + width});
+        if (first.empty()) first = here;
+        CHECK_EQUAL_ALL(here, first, ("width " + std::to_string(width)).c_str());
+      }
+  }
+}
+
+TEST(rope_golden) {
+  const kdtr::File file = check::golden("op_rope.kdtr");
+  for (const std::string& name : golden_cases(file, "rotate")) {
+    const kdtr::Tensor out = file.at(name + "/out");
+    const int rows = extent(out, 0), heads = extent(out, 1), width = extent(out, 2);
+    const check::Array<float> x = floats(file, name + "/x"), cos = floats(file, name + "/cos"),
+                              sin = floats(file, name + "/sin");
+    std::vector<int32_t> each(rows);
+    for (int row = 0; row < rows; ++row) each[row] = row;
+    const check::Array<int32_t> positions(each);
+    RopeArgs a{};
+    a.x = x.get();
+    a.x_stride = heads * width;
+    a.head_stride = width;
+    a.cos = cos.get();
+    a.sin = sin.get();
+    a.positions = positions.get();
+    a.rows = rows;
+    a.heads = heads;
+    a.width = width;
+    a.layout = file.at(name + "/layout").text() == "half" ? RopeLayout::kHalf : RopeLayout::kInterleaved;
+    CHECK_OK(rope(a, nullptr));
+    kdtr::compare(out, x.read()).raise_if_failed();
+  }
+}
+
+TEST(rope_leaves_unused_rows_and_other_columns_alone) {
+  const int rows = 6, heads = 2, width = 4, head_stride = 7, stride = 20;
+  const std::vector<float> before = check::noise(4, rows * stride);
+  const check::Array<float> x(before);
+  const std::vector<float> cos = {1, 1, 0.5f, 0.25f}, sin = {0, 0, -0.5f, 2};  // of positions 0 and 1
+  const check::Array<float> device_cos(cos), device_sin(sin);
+  const check::Array<int32_t> positions({1, 1, -5, 1 << 30, 1 << 30, -1}), node_count({1, -1});
+  CHECK_OK(rope({x.get() + 3, stride, head_stride, device_cos.get(), device_sin.get(), positions.get(),
+                 node_count.get(), rows, 3, heads, width, RopeLayout::kHalf},
+                nullptr));
+  std::vector<float> right = before;
+  for (int row = 0; row < 2; ++row)
+    for (int head = 0; head < heads; ++head)
+      for (int i = 0; i < 2; ++i) {
+        const size_t at = row * stride + 3 + head * head_stride + i;
+        const float a = before[at], b = before[at + 2], c = cos[2 + i], s = sin[2 + i];
+        right[at] = a * c - b * s;
+        right[at + 2] = b * c + a * s;
+      }
+  CHECK_EQUAL_ALL(check::bits(x.read()), check::bits(right), "x");
+}
+
+TEST(rope_tables_golden) {
+  const kdtr::File file = check::golden("op_rope.kdtr");
+  for (const std::string& name : golden_cases(file, "rope_tables")) {
+    const auto number = [&](const char* of) { return file.at(name + "/" + of).scalar<double>(); };
+    const RopeParameters parameters{number("theta"),     file.at(name + "/kind").text() == "yarn",
+                                    number("factor"),    number("original_length"),
+                                    number("beta_fast"), number("beta_slow"),
+                                    number("amplitude"), true};
+    const auto positions = file.at(name + "/positions").as<int32_t>();
+    const int half = extent(file.at(name + "/cos"), 1), count = positions(positions.size - 1) + 1;
+    if (check::tiny() && count > 5000) continue;
+    std::vector<float> cos(static_cast<size_t>(count) * half), sin(cos.size()), some_cos, some_sin;
+    rope_tables(parameters, 2 * half, count, cos.data(), sin.data());
+    for (uint64_t i = 0; i < positions.size; ++i)
+      for (int pair = 0; pair < half; ++pair) {
+        some_cos.push_back(cos[static_cast<size_t>(positions(i)) * half + pair]);
+        some_sin.push_back(sin[static_cast<size_t>(positions(i)) * half + pair]);
+      }
+    kdtr::compare(file.at(name + "/cos"), some_cos).raise_if_failed();
+    kdtr::compare(file.at(name + "/sin"), some_sin).raise_if_failed();
+  }
+}
+
+TEST(swiglu_golden) {
+  const kdtr::File file = check::golden("op_feed_forward.kdtr");
+  for (const std::string& name : golden_cases(file, "swiglu")) {
+    const kdtr::Tensor down = file.at(name + "/down"), out = file.at(name + "/out");
+    const int rows = extent(out, 0), hidden = extent(out, 1), width = extent(down, 0);
+    const check::Array<float> x = floats(file, name + "/x"), w(transposed(file.at(name + "/gate_up"))),
+                              w_down(transposed(down)), both(rows * 2 * width), mid(rows * width), y(rows * hidden);
+    multiply(x.get(), w.get(), both.get(), rows, 2 * width, hidden);
+    CHECK_OK(swiglu({both.get(), mid.get(), rows, width}, nullptr));
+    multiply(mid.get(), w_down.get(), y.get(), rows, hidden, width);
+    kdtr::compare(out, y.read()).raise_if_failed();
+  }
+}
+
+TEST(swiglu_of_extreme_gates) {
+  const check::Array<float> both({-200.0f, 200.0f, 0.0f, -0.0f, 1.0f, 2.0f, 3.0f, 4.0f}), y(4);
+  CHECK_OK(swiglu({both.get(), y.get(), 1, 4}, nullptr));
+  CHECK_EQUAL_ALL(y.read(), (std::vector<float>{0, 400, 0, 0}), "y");
+}
+
+TEST(router_golden) {
+  const kdtr::File file = check::golden("op_router.kdtr");
+  for (const std::string& name : golden_cases(file, "router")) {
+    const auto number = [&](const char* of) { return file.at(name + "/" + of).scalar<int32_t>(); };
+    const kdtr::Tensor x = file.at(name + "/x"), scores = file.at(name + "/scores");
+    const int rows = extent(x, 0), experts = extent(scores, 1), chosen = number("num_experts_per_tok");
+    const check::Array<float> device_x = floats(file, name + "/x"), w(transposed(file.at(name + "/router"))),
+                              bias = floats(file, name + "/bias"), logits(rows * experts), own_scores(rows * experts),
+                              weights(rows * chosen);
+    const check::Array<int32_t> ids(rows * chosen);
+    multiply(device_x.get(), w.get(), logits.get(), rows, experts, extent(x, 1));
+    RouterArgs a{};
+    a.logits = logits.get();
+    a.bias = bias.get();
+    a.scores = own_scores.get();
+    a.ids = ids.get();
+    a.weights = weights.get();
+    a.rows = rows;
+    a.experts = experts;
+    a.chosen = chosen;
+    a.groups = number("n_group");
+    a.kept_groups = number("topk_group");
+    a.normalise = file.at(name + "/norm_topk_prob").scalar<bool>();
+    a.scale = static_cast<float>(file.at(name + "/routed_scaling_factor").scalar<double>());
+    CHECK_OK(router(a, nullptr));
+    kdtr::compare(scores, own_scores.read()).raise_if_failed();
+    kdtr::compare(file.at(name + "/ids"), ids.read()).raise_if_failed();
+    kdtr::compare(file.at(name + "/weights"), weights.read()).raise_if_failed();
+  }
+}
+
+TEST(add_and_copies) {
+  for (const int n : {1, 3, 4, 1030}) {
+    const std::vector<float> x = check::noise(5, n + 1), z = check::noise(6, n + 1);
+    for (const int shift : {0, 1}) {
+      const check::Array<float> device_x(x), device_z(z), y(n);
+      CHECK_OK(add(device_x.get() + shift, device_z.get() + shift, y.get(), n, nullptr));
+      std::vector<float> right(n);
+      for (int i = 0; i < n; ++i) right[i] = x[i + shift] + z[i + shift];
+      CHECK_EQUAL_ALL(y.read(), right, "x + z");
+    }
+  }
+  for (const int width : {4, 6, 1100})
+    for (const int gap : {0, 1, 8}) {
+      const int stride = width + gap;
+      const std::vector<float> src = check::noise(7, 3 * stride);
+      const check::Array<float> from(src), to(3 * (width + 4));
+      std::vector<float> right = to.read();
+      for (int m = 0; m < 3; ++m) std::copy_n(&src[m * stride], width, &right[m * (width + 4)]);
+      CHECK_OK(copy_rows({from.get(), stride, to.get(), width + 4, 3, width}, nullptr));
+      CHECK_EQUAL_ALL(check::bits(to.read()), check::bits(right), "copied rows");
+    }
+}
+
+TEST(cache_rows_go_behind_the_prefix) {
+  const int width = 3, layers = 2, capacity = 5, layer = 1;
+  for (const int floats : {4, 6})
+    for (const bool paged : {false, true}) {
+      const std::vector<float> src = check::noise(8, 2 * width * floats);
+      // Request 1 has no room for its third row, and its second block is missing.
+      const Blocks blocks(width, {1, 2}, {0, 3}, std::vector<int32_t>(2 * width, 0));
+      const check::Array<int32_t> table({3, 0, 1, 2, -1, 4});
+      const int row_stride = floats + 4, places = paged ? 10 : 2 * capacity;
+      const check::Array<float> from(src), memory(layers * places * row_stride);
+      kdtree_cache_view cache{};
+      cache.base = memory.get();
+      cache.row_bytes = 4 * floats;
+      cache.row_stride = 4 * row_stride;
+      cache.request_stride = 4 * capacity * row_stride;
+      cache.layer_stride = 4 * places * row_stride;
+      cache.layers = layers;
+      cache.capacity = capacity;
+      cache.block_size = paged ? 2 : 0;
+      cache.table_stride = 3;
+      cache.block_table = paged ? table.get() : nullptr;
+      std::vector<float> right = memory.read();
+      const auto expect = [&](int row, int place) {
+        std::copy_n(&src[row * floats], floats, &right[(layer * places + place) * row_stride]);
+      };
+      expect(0, paged ? 6 : 0);
+      expect(1, paged ? 7 : 1);
+      if (!paged) expect(3, capacity + 3);
+      expect(4, paged ? 8 : capacity + 4);
+      CHECK_OK(cache_write(blocks.rows, from.get(), floats, cache, layer, nullptr));
+      CHECK_EQUAL_ALL(check::bits(memory.read()), check::bits(right), paged ? "paged" : "contiguous");
+    }
+}
+
+TEST(refusals) {
+  const check::Array<float> memory(64);
+  float* const p = memory.get();
+  CHECK_STATUS(rms_norm({p, 4, p, p, 4, 1, 5, 0}, nullptr), KDTREE_SIZE);
+  CHECK_EQUAL(std::string(kdtree_last_error()).rfind("rms_norm: x_stride is 4, it must be in [5, ", 0), size_t{0});
+  CHECK_STATUS(rms_norm({p, 4, nullptr, p, 4, 1, 4, 0}, nullptr), KDTREE_POINTER);
+  CHECK_STATUS(swiglu({p, p, 0, 4}, nullptr), KDTREE_SIZE);
+  CHECK_STATUS(add(p, p, p, 0, nullptr), KDTREE_SIZE);
+  CHECK_STATUS(add(p, nullptr, p, 4, nullptr), KDTREE_POINTER);
+  CHECK_STATUS(copy_rows({p, 4, p, 3, 2, 4}, nullptr), KDTREE_SIZE);
+  const check::Array<int32_t> ids(8);
+  CHECK_STATUS(rope({p, 8, 4, p, p, ids.get(), nullptr, 1, 1, 2, 3, RopeLayout::kHalf}, nullptr), KDTREE_SIZE);
+  CHECK_STATUS(rope({p, 8, 4, p, p, nullptr, nullptr, 1, 1, 2, 4, RopeLayout::kHalf}, nullptr), KDTREE_POINTER);
+  const RouterArgs good{p, p, p, ids.get(), p, 1, 8, 2, 4, 2, true, 1};
+  RouterArgs a = good;
+  a.experts = 513;
+  CHECK_STATUS(router(a, nullptr), KDTREE_SIZE);
+  a = good;
+  a.groups = 3;
+  CHECK_STATUS(router(a, nullptr), KDTREE_SIZE);
+  a = good;
+  a.chosen = 33;
+  CHECK_STATUS(router(a, nullptr), KDTREE_SIZE);
+  const Blocks blocks(2, {1}, {0}, {0, 0});
+  CHECK_STATUS(embed({blocks.rows, p, p, 0}, nullptr), KDTREE_SIZE);
+  kdtree_cache_view cache{};
+  cache.base = p;
+  cache.row_bytes = cache.row_stride = 16;
+  cache.layers = cache.capacity = 1;
+  CHECK_OK(cache_write(blocks.rows, p, 4, cache, 0, nullptr));
+  CHECK_STATUS(cache_write(blocks.rows, p, 4, cache, 1, nullptr), KDTREE_SIZE);
+  cache.row_bytes = 14;
+  CHECK_STATUS(cache_write(blocks.rows, p, 4, cache, 0, nullptr), KDTREE_SIZE);
+}
