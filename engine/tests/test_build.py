@@ -141,6 +141,36 @@ def test_kinds():
         build.library("rocm")
 
 
+def test_a_plan_for_cuda(project: Path, monkeypatch: pytest.MonkeyPatch):
+    """Architectures: what is asked for, else $KDTREE_CUDA_ARCH, else all. Flags: strict rounding."""
+    monkeypatch.setattr(build, "find", lambda: toolkit.Toolkit(Path("/cuda"), Path("/cuda/bin/nvcc"), "13.0.88", ()))
+    monkeypatch.delenv("KDTREE_CUDA_ARCH", raising=False)
+
+    def plan(*asked: str) -> Plan:
+        return build.plan_cuda(asked, project.parent / "cache", project / "sources.txt")
+
+    assert plan().targets == ("sm_90", "sm_90a", "sm_100", "sm_120", "ptx_80")
+    monkeypatch.setenv("KDTREE_CUDA_ARCH", "120")
+    assert plan().targets == ("sm_120",)
+    assert plan("90").targets == ("sm_90", "sm_90a")
+    command = plan("90").objects["wide.cu"].command
+    assert command[0] == "/cuda/bin/nvcc"
+    assert "-gencode=arch=compute_90a,code=sm_90a" in command
+    assert '-DKDTREE_ARCHITECTURES="sm_90 sm_90a"' in command
+    assert "-fmad=false" in command
+    assert not [word for word in command if "fast" in word]
+    program = build.plan_cuda_program(
+        sources.Source("etest", project / "tests" / "test_c.c"),
+        ("90",),
+        project.parent / "cache",
+        project / "sources.txt",
+    )
+    assert program.first is not None
+    assert program.first.path == plan("90").path
+    assert str(plan("90").path) in program.link.command
+    assert list(program.objects) == ["test_c.c"]
+
+
 def said(program: Path) -> str:
     function = ctypes.CDLL(str(program)).architectures
     function.restype = ctypes.c_char_p
