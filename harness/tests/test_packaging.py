@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from harness.tests.patience import eventually
 
@@ -89,3 +90,8 @@ def test_gpu_environments_of_tox_take_what_toxfile_found():
     text = (ROOT / "tox.ini").read_text()
     assert "deps = {env:KDTREE_GPU_DEPS:.[test,gpu]}" in text
     assert "{env:KDTREE_PYTHON:python} -m pytest -m gpu --require-gpu" in text
+
+
+def test_no_property_fails_because_the_machine_is_slow():
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check
