@@ -124,6 +124,9 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFreeHost(void* pointer) { return cudaFree(pointer); }
+
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   if (bytes == 0) return cudaSuccess;
   if (to == nullptr || from == nullptr) return note(cudaErrorInvalidValue);

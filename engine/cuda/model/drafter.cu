@@ -163,10 +163,11 @@ Drafter::Drafter(const TensorMap& tensors, const Target& target, int requests, i
 Drafter::~Drafter() = default;
 
 int Drafter::block_size() const { return scratch_->block; }
-size_t Drafter::device_bytes() const { return weights_->store.bytes() + scratch_->arena.bytes(); }
+size_t Drafter::weight_bytes() const { return weights_->store.bytes(); }
+size_t Drafter::scratch_bytes() const { return scratch_->arena.bytes(); }
 
 void Drafter::observe(const float* features, int width, const int32_t* path, int path_stride, const int32_t* accepted,
-                      const int32_t* lengths, cudaStream_t stream, Trace* trace) {
+                      const int32_t* lengths, int requests, cudaStream_t stream, Trace* trace) {
   const DrafterConfig& c = config_;
   const Weights& w = *weights_;
   const Scratch& s = *scratch_;
@@ -177,8 +178,8 @@ void Drafter::observe(const float* features, int width, const int32_t* path, int
   if (fresh > s.new_rows)
     throw EngineFailure(KDTREE_SIZE,
                         std::to_string(fresh) + " new positions, planned for " + std::to_string(s.new_rows));
-  const int rows = s.requests * fresh;
-  const dim3 grid(static_cast<unsigned>(fresh), static_cast<unsigned>(s.requests));
+  const int rows = requests * fresh;
+  const dim3 grid(static_cast<unsigned>(fresh), static_cast<unsigned>(requests));
   KDTREE_LAUNCH(gather_kernel, grid, dim3(kThreads), 0, stream, features, width, columns, path, path_stride, accepted,
                 lengths, s.gathered, fresh, s.new_positions, s.new_counts);
   require(check_launch("gather_kernel"));
@@ -210,12 +211,13 @@ void Drafter::observe(const float* features, int width, const int32_t* path, int
   }
 }
 
-void Drafter::propose(const int32_t* roots, const int32_t* lengths, float* logits, cudaStream_t stream, Trace* trace) {
+void Drafter::propose(const int32_t* roots, const int32_t* lengths, float* logits, int requests, cudaStream_t stream,
+                      Trace* trace) {
   const DrafterConfig& c = config_;
   const Weights& w = *weights_;
   const Scratch& s = *scratch_;
   const int hidden = c.hidden_size, dim = c.head_dim, heads = c.num_attention_heads, kv_heads = c.num_key_value_heads;
-  const int pair = 2 * kv_heads * dim, query = heads * dim, rows = s.requests * s.block;
+  const int pair = 2 * kv_heads * dim, query = heads * dim, rows = requests * s.block;
   const float eps = static_cast<float>(c.rms_norm_eps);
   const auto project = [&](const float* x, const float* weight, float* y, int out, int in, int count) {
     require(linear({x, in, 0, weight, 0, y, out, 0, nullptr, count, out, in, 1}, s.gemm, stream));
@@ -226,11 +228,11 @@ void Drafter::propose(const int32_t* roots, const int32_t* lengths, float* logit
     if (trace != nullptr) trace->add(name, array, count, width, stride, std::move(shape), stream);
   };
 
-  KDTREE_LAUNCH(block_kernel, dim3(static_cast<unsigned>(s.requests)), dim3(kWarp), 0, stream, roots, lengths,
+  KDTREE_LAUNCH(block_kernel, dim3(static_cast<unsigned>(requests)), dim3(kWarp), 0, stream, roots, lengths,
                 c.mask_token_id, s.block, s.tokens, s.positions, s.node_count);
   require(check_launch("block_kernel"));
   Rows block{};
-  block.requests = s.requests;
+  block.requests = requests;
   block.width = s.block;
   block.node_count = s.node_count;
   block.prefix_lengths = lengths;
@@ -253,8 +255,8 @@ void Drafter::propose(const int32_t* roots, const int32_t* lengths, float* logit
     require(rope(
         {s.kv, pair, dim, w.cos, w.sin, s.positions, s.node_count, rows, s.block, kv_heads, dim, RopeLayout::kHalf},
         stream));
-    require(gqa_attention({s.q, s.context[static_cast<size_t>(index)], s.kv, lengths, s.heads, s.requests, s.block,
-                           heads, kv_heads, dim, s.capacity},
+    require(gqa_attention({s.q, s.context[static_cast<size_t>(index)], s.kv, lengths, s.heads, requests, s.block, heads,
+                           kv_heads, dim, s.capacity},
                           stream));
     project(s.heads, layer.o, s.out, hidden, query, rows);
     note(at + "q", s.q, query, query, {rows, heads, dim});
@@ -272,8 +274,8 @@ void Drafter::propose(const int32_t* roots, const int32_t* lengths, float* logit
     note(at + "hidden", s.x, hidden, hidden, {rows, hidden});
   }
   if (s.block == 1) return;
-  const int drafted = s.requests * (s.block - 1);
-  KDTREE_LAUNCH(drop_first_kernel, dim3(static_cast<unsigned>(s.block - 1), static_cast<unsigned>(s.requests)),
+  const int drafted = requests * (s.block - 1);
+  KDTREE_LAUNCH(drop_first_kernel, dim3(static_cast<unsigned>(s.block - 1), static_cast<unsigned>(requests)),
                 dim3(kThreads), 0, stream, s.x, s.last, s.block, hidden);
   require(check_launch("drop_first_kernel"));
   require(rms_norm({s.last, hidden, w.norm, s.last, hidden, drafted, hidden, eps}, stream));

@@ -17,17 +17,18 @@ class Drafter {
 
   const DrafterConfig& config() const { return config_; }
   int block_size() const;
-  size_t device_bytes() const;
+  size_t weight_bytes() const;   // on the device, tables included
+  size_t scratch_bytes() const;  // planned for the largest pass
 
   // Newly committed positions: for request r the rows path[r, 0..accepted[r]] of features [R, width, taps * hidden]
   // become context positions lengths[r].. . path [R, path_stride], accepted [R] (-1: nothing), lengths [R], all on the
   // device. path NULL: rows 0..accepted[r].
   void observe(const float* features, int width, const int32_t* path, int path_stride, const int32_t* accepted,
-               const int32_t* lengths, cudaStream_t stream, Trace* trace = nullptr);
+               const int32_t* lengths, int requests, cudaStream_t stream, Trace* trace = nullptr);
 
   // logits [R, block_size - 1, vocab_size] of the block that starts with roots[r] at position lengths[r] (= context
   // length). lengths -1: nothing to do for that request, its logits mean nothing.
-  void propose(const int32_t* roots, const int32_t* lengths, float* logits, cudaStream_t stream,
+  void propose(const int32_t* roots, const int32_t* lengths, float* logits, int requests, cudaStream_t stream,
                Trace* trace = nullptr);
 
  private:

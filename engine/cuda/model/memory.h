@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/error.h"
@@ -61,7 +62,7 @@ class Arena {
  public:
   template <typename T>
   void plan(T** array, size_t elements) {
-    slots_.push_back({reinterpret_cast<void**>(array), total_});
+    slots_.push_back({reinterpret_cast<void**>(const_cast<std::remove_const_t<T>**>(array)), total_});
     total_ = round_up(total_ + elements * sizeof(T), 256);
   }
   // Allocates, fills every planned pointer, and clears the memory so that nothing read before it is written is

@@ -236,7 +236,8 @@ Target::~Target() = default;
 
 const float* Target::embedding() const { return weights_->embedding; }
 const float* Target::head() const { return weights_->head; }
-size_t Target::device_bytes() const { return weights_->store.bytes() + scratch_->arena.bytes(); }
+size_t Target::weight_bytes() const { return weights_->store.bytes(); }
+size_t Target::scratch_bytes() const { return scratch_->arena.bytes(); }
 
 void Target::forward(const TargetPass& pass, cudaStream_t stream, Trace* trace) {
   const TargetConfig& c = config_;

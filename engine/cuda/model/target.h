@@ -40,7 +40,8 @@ class Target {
   const TargetConfig& config() const { return config_; }
   const float* embedding() const;  // [vocab_size, hidden]
   const float* head() const;       // [vocab_size, hidden]
-  size_t device_bytes() const;     // weights, tables and scratch
+  size_t weight_bytes() const;     // on the device, tables included
+  size_t scratch_bytes() const;    // planned for the largest pass
 
   // Enqueues the pass; allocates nothing, waits for nothing unless `trace` is given (then each array is copied out
   // under the names of reference/model.py).

@@ -174,11 +174,11 @@ TEST(drafter) {
     const check::Array<int32_t> accepted{rows - 1}, lengths{length},
         root{golden.at(at + "root_token").scalar<int32_t>()};
     Trace trace;
-    drafter.observe(d_features.get(), rows, nullptr, 0, accepted.get(), lengths.get(), nullptr, &trace);
+    drafter.observe(d_features.get(), rows, nullptr, 0, accepted.get(), lengths.get(), 1, nullptr, &trace);
     length += rows;
     const check::Array<int32_t> now{length};
     check::Array<float> logits(static_cast<size_t>(drafter.block_size() - 1) * vocab);
-    drafter.propose(root.get(), now.get(), logits.get(), nullptr, &trace);
+    drafter.propose(root.get(), now.get(), logits.get(), 1, nullptr, &trace);
     (void)logits.read();
     compared += compare(golden, at, trace);
   }

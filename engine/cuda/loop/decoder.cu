@@ -1,0 +1,92 @@
+#include <algorithm>
+
+#include "loop/decoder.h"
+
+namespace kdtree {
+namespace {
+
+constexpr int kDefaultPrefillRows = 256, kDefaultBlock = 16;
+
+kdtree_decoder_args checked(kdtree_decoder_args args) {
+  Arguments arguments("kdtree_decoder_create");
+  arguments.range("max_requests", args.max_requests, 1, KDTREE_MAX_REQUESTS)
+      .range("capacity", args.capacity, 1, INT32_MAX / 2)
+      .range("max_budget", args.max_budget, 0, KDTREE_MAX_BUDGET)
+      .range("block_size", args.block_size, 0, KDTREE_MAX_DEPTH + 1)
+      .range("prefill_rows", args.prefill_rows, 0, 1 << 20)
+      .range("cache_block_size", args.cache_block_size, 0, INT32_MAX)
+      .range("gemm", args.gemm, 0, 1)
+      .range("attention", args.attention, 0, 1);
+  require(arguments.status());
+  if (args.prefill_rows == 0) args.prefill_rows = kDefaultPrefillRows;
+  return args;
+}
+
+}  // namespace
+
+Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const TensorMap* drafter)
+    : args_(checked(args)) {
+  require_cuda(cudaSetDevice(args_.device), "cudaSetDevice");
+  std::vector<int> taps;
+  if (drafter != nullptr) {
+    const DrafterConfig config = DrafterConfig::read(*drafter);
+    taps = config.target_layer_ids;
+    if (args_.block_size == 0) args_.block_size = config.block_size;
+  } else if (args_.block_size == 0) {
+    args_.block_size = kDefaultBlock;
+  }
+  taps_ = taps.size();
+  const Arithmetic arithmetic{static_cast<Gemm>(args_.gemm), static_cast<AttentionForm>(args_.attention)};
+  const int widest = std::max({1 + args_.max_budget, args_.block_size, prompt_width()});
+  const int64_t rows = static_cast<int64_t>(args_.max_requests) * widest;
+  Arguments arguments("kdtree_decoder_create");
+  require(arguments.range("rows of the largest pass", rows, 1, INT32_MAX).status());
+  target_ = std::make_unique<Target>(target, static_cast<int>(rows), args_.capacity, std::move(taps), arithmetic);
+  if (drafter != nullptr)
+    drafter_ = std::make_unique<Drafter>(*drafter, *target_, args_.max_requests, args_.capacity,
+                                         std::max(args_.block_size, prompt_width()), args_.block_size, arithmetic);
+
+  const TargetConfig& c = target_->config();
+  const int64_t requests = args_.max_requests, layers = c.num_hidden_layers;
+  cache_.row_bytes = static_cast<int32_t>(sizeof(float)) * (c.kv_lora_rank + c.qk_rope_head_dim);
+  cache_.row_stride = cache_.row_bytes;
+  cache_.layers = c.num_hidden_layers;
+  cache_.capacity = args_.capacity;
+  int64_t rows_of_layer = requests * args_.capacity;
+  if (args_.cache_block_size > 0) {
+    const int64_t blocks = ceil_div(args_.capacity, args_.cache_block_size);
+    rows_of_layer = requests * blocks * args_.cache_block_size;
+    cache_.block_size = args_.cache_block_size;
+    cache_.table_stride = static_cast<int32_t>(blocks);
+    std::vector<int32_t> table(static_cast<size_t>(requests * blocks));
+    for (size_t b = 0; b < table.size(); ++b) table[b] = static_cast<int32_t>(table.size() - 1 - b);
+    table_memory_ = DeviceBuffer(table.size() * sizeof(int32_t));
+    require_cuda(cudaMemcpy(table_memory_.data(), table.data(), table_memory_.bytes(), cudaMemcpyHostToDevice),
+                 "cudaMemcpy");
+    cache_.block_table = reinterpret_cast<const int32_t*>(table_memory_.data());
+  } else {
+    cache_.request_stride = static_cast<int64_t>(args_.capacity) * cache_.row_stride;
+  }
+  cache_.layer_stride = rows_of_layer * cache_.row_stride;
+  cache_memory_ = DeviceBuffer(static_cast<size_t>(layers * cache_.layer_stride));
+  // Bits of a NaN, so that the use of a row never written shows.
+  require_cuda(cudaMemset(cache_memory_.data(), 0xff, cache_memory_.bytes()), "cudaMemset");
+  cache_.base = cache_memory_.data();
+}
+
+kdtree_decoder_info Decoder::info() const {
+  const TargetConfig& c = target_->config();
+  kdtree_decoder_info info{};
+  info.struct_size = sizeof(info);
+  info.vocab_size = c.vocab_size;
+  info.hidden_size = c.hidden_size;
+  info.layers = c.num_hidden_layers;
+  info.block_size = args_.block_size;
+  info.row_bytes = cache_.row_bytes;
+  info.model_bytes = target_->weight_bytes() + (drafter_ ? drafter_->weight_bytes() : 0);
+  info.scratch_bytes = target_->scratch_bytes() + (drafter_ ? drafter_->scratch_bytes() : 0);
+  info.cache_bytes = cache_memory_.bytes() + table_memory_.bytes();
+  return info;
+}
+
+}  // namespace kdtree

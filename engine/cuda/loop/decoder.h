@@ -1,0 +1,38 @@
+// An engine: target, drafter, and the caches of its requests on one device.
+#pragma once
+
+#include <memory>
+
+#include "kdtree_decode.h"
+#include "model/drafter.h"
+#include "model/target.h"
+
+namespace kdtree {
+
+class Decoder {
+ public:
+  Decoder(const kdtree_decoder_args& args, const TensorMap& target, const TensorMap* drafter);
+
+  const kdtree_decoder_args& args() const { return args_; }
+  Target& target() { return *target_; }
+  Drafter* drafter() { return drafter_.get(); }  // NULL: none
+  const kdtree_cache_view& cache() const { return cache_; }
+  int vocab_size() const { return target_->config().vocab_size; }
+  int features() const { return static_cast<int>(taps_) * target_->config().hidden_size; }  // floats of a row
+  int most_depth() const { return args_.block_size - 1; }
+  // Prompt rows of each request in one pass.
+  int prompt_width() const { return std::max(args_.prefill_rows / args_.max_requests, 1); }
+  kdtree_decoder_info info() const;
+
+  bool busy = false;  // a run exists
+
+ private:
+  kdtree_decoder_args args_;  // defaults filled in
+  size_t taps_ = 0;
+  std::unique_ptr<Target> target_;
+  std::unique_ptr<Drafter> drafter_;
+  DeviceBuffer cache_memory_, table_memory_;
+  kdtree_cache_view cache_{};
+};
+
+}  // namespace kdtree

@@ -1,0 +1,80 @@
+// One run: a batch of requests decoded by one method, round by round. reference/loop.py
+//
+// A round is four stages on one stream - draft, tree_build, verify, commit - with grids that do not depend on what is
+// in it; the host waits once, for the records at its end.
+#pragma once
+
+#include <chrono>
+
+#include "kernels/stand_in.h"
+#include "loop/control.h"
+#include "loop/decoder.h"
+
+namespace kdtree {
+
+// What a round saw, on the host.
+struct TraceRound {
+  int depths, width, nodes, bonus;
+  std::vector<int32_t> ids, tokens, parents, node_depths, ranks, choices;
+  std::vector<float> lp, logz;
+  std::vector<double> scores;
+};
+
+// What a request has done so far, on the host.
+struct Progress {
+  std::vector<int32_t> tokens;
+  std::vector<kdtree_round> rounds;
+  std::vector<TraceRound> traces;
+  std::vector<float> logits;  // of committed rows, from the prompt's last one on
+  int finish = KDTREE_RUNNING;
+  int cache_length = 0;
+  int32_t status[3] = {0, 0, 0};
+};
+
+class Run {
+ public:
+  Run(Decoder* decoder, const kdtree_run_args& args);
+  ~Run();
+  Run(const Run&) = delete;
+
+  void prefill();
+  int round();  // returns how many requests are not finished
+  int stage(int stage, Trace* trace);
+  const Progress& progress(int request) const { return progress_.at(static_cast<size_t>(request)); }
+  int requests() const { return requests_; }
+  int vocab_size() const { return vocab_; }
+
+ private:
+  struct Buffers;  // everything on the device
+  using Clock = std::chrono::steady_clock;
+
+  void make_buffers(const kdtree_run_args& args);
+  void choose(const float* logits, int rows, const int32_t* node_count, const int32_t* positions, const int32_t* before,
+              int32_t* choices, unsigned char* workspace, size_t workspace_size);
+  void draft(Trace* trace);
+  void build(Trace* trace);
+  void verify(Trace* trace);
+  void commit();
+  int collect();  // the records of a round
+  void keep(int request, const Record& record);
+  TraceRound trace_of(int request, const Record& record) const;
+  int active() const;
+  Rows rows() const;
+
+  Decoder* decoder_;
+  cudaStream_t stream_;
+  int method_, requests_, vocab_;
+  int depth_ = 0, budget_ = 0, width_ = 0;  // L, B and K of the buffers
+  bool keep_traces_, keep_logits_, any_dflash_ = false, any_stand_in_ = false;
+  bool prefilled_ = false;
+  int next_stage_ = KDTREE_STAGE_DRAFT;
+  std::unique_ptr<Buffers> d_;
+  Control control_{};
+  std::vector<Record> records_;
+  std::vector<int> budgets_, capacities_;
+  std::vector<Progress> progress_;
+  double seconds_[4] = {0, 0, 0, 0};
+  Clock::time_point started_;
+};
+
+}  // namespace kdtree
