@@ -130,6 +130,19 @@ def test_layers_and_requests_may_lie_in_any_order(ops):
     np.testing.assert_array_equal(to_host(ops, memory).transpose(2, 0, 1, 3), rows)
 
 
+def test_more_requests_and_layers_than_blocks(ops):
+    """300 requests of 20 layers: a block takes several layers."""
+    rng = np.random.default_rng(5)
+    rows = tagged((20, 300, 12, 4), np.uint8)
+    device = to_device(ops, rows)
+    prefixes = rng.integers(0, 4, 300).tolist()
+    paths = [random_path(rng, 8) for _ in prefixes]
+    compact(ops, Cache(device), prefixes, paths).raise_for_status()
+    for r, (prefix, path) in enumerate(zip(prefixes, paths, strict=True)):
+        rows[:, r] = expected_of(rows[:, r], np.arange(12), prefix, path)
+    assert to_host(ops, device).tobytes() == rows.tobytes()
+
+
 def random_path(rng, scratch):
     """A path within `scratch` rows, often starting as a chain, of 1 to 32 nodes."""
     length = int(rng.integers(0, min(32, scratch)))

@@ -198,6 +198,7 @@ def test_many_draws_follow_the_reference(ops):
         (np.zeros(16), SamplingParams(1.0, top_p=0.25, seed=1)),  # exactly four of them
         (np.zeros(16), SamplingParams(1.0, top_p=f32(0.26), seed=1)),
         (np.zeros(16), SamplingParams(1.0, top_k=8, top_p=0.25, seed=1)),
+        (np.zeros(16), SamplingParams(1.0, top_k=8, top_p=f32(0.999), seed=1)),  # all that top_k left, and no more
         (np.tile([1.0, 0, 2, 1], 8), SamplingParams(1.0, top_k=11, seed=1)),
         (np.tile([1.0, 0, 2, 1], 8), SamplingParams(1.0, top_k=20, top_p=f32(0.9), seed=1)),
         (np.tile([1.0, -0.0, 0.0, 1], 8), SamplingParams(1.0, top_k=18, seed=1)),

@@ -185,9 +185,10 @@ def test_the_first_fault_in_node_order_is_named(ops):
         ([0, 9, 4, 4, 9], [-1, 1, 0, 0, 0], [0] * 5),  # the parent before the twin
         ([0, 4, 4, 4, 4], [-1, 0, 0, 0, 0], [-1] * 5),  # three twins, and a root without a choice
         ([0, 1, 2], [5, 0, 1], [1, 2, -1]),  # the root's parent is nobody's business; node 2 is on the path
+        ([0, -1], [-1, 0], [-1, 3]),  # no choice leads nowhere, not even to a node without a token
     ]
     errors = [(e.code, e.place, e.detail) for e in run(ops, trees, 4).errors()]
-    assert errors == [(8, 4, 2), (8, 3, 2), (7, 1, 1), (8, 2, 1), (6, 2, 0)]
+    assert errors == [(8, 4, 2), (8, 3, 2), (7, 1, 1), (8, 2, 1), (6, 2, 0), (6, 0, 0)]
     with pytest.raises(RequestError, match="request 0: nodes 2 and 4 are siblings with the same token") as caught:
         run(ops, trees, 4).raise_for_status()
     assert "request 2, node 1: parent 1 does not precede it" in caught.value.__notes__
@@ -334,7 +335,9 @@ def test_the_order_of_threads_changes_nothing(ops, seed, monkeypatch):
         pytest.skip("a GPU orders its threads itself")
     rng = np.random.default_rng(11)
     trees = [random_tree(rng, int(rng.integers(40, 90)), 4, r % 3) for r in range(60)]
+    trees += [(rng.integers(0, 20, 70), np.minimum(np.arange(70) - 1, 0), [0] * 70) for _ in range(20)]  # many alike
     plain = run(ops, trees, 31)
+    check_all(plain, trees, 31)
     monkeypatch.setenv("KDTREE_HOST_SEED", seed)
     shuffled = run(ops, trees, 31)
     for name in ("accepted", "path", "bonus", "status"):
