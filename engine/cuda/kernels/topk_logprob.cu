@@ -16,21 +16,35 @@ namespace {
 constexpr int kScanThreads = 128;
 constexpr int kMostPrecise = 16;  // blocks of a row that share its precise sum
 
-using SmallSelection = Selection<256, 256>;
-using LargeSelection = Selection<512, KDTREE_MAX_BUDGET>;
-
 using Args = kdtree_topk_logprob_args;
+
+// Shared memory of a block of the second kernel.
+template <int kThreads_, int kMostK>
+struct Block {
+  static constexpr int kThreads = kThreads_;
+
+  Selection<kThreads, kMostK> selection;
+  unsigned totals[2][kWarp];
+  unsigned long long fault;
+  Outcome outcome;
+  RowSum sum;
+  bool last;
+};
+
+constexpr int kSmallK = 256;
+using SmallBlock = Block<256, kSmallK>;
+using LargeBlock = Block<512, KDTREE_MAX_BUDGET>;
 
 __device__ int own_depth_limit(const Args& a, int request) {
   return a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
 }
 
 // What is known of a request before its logits are looked at.
-__device__ Outcome outcome_before(const Args& a, int request) {
+__device__ Outcome outcome_without_logits(const Args& a, int request) {
   if (failed_before(a.before, request)) return carried_on(a.before, request);
   const int limit = own_depth_limit(a, request);
   if (limit < 0 || limit > a.depth_limit) return {KDTREE_REQUEST_OWN_SIZE, limit, a.depth_limit};
-  return {};
+  return Outcome{};
 }
 
 template <typename T>
@@ -38,14 +52,14 @@ __device__ const T* row_of(const Args& a, int64_t row) {
   return static_cast<const T*>(a.logits) + row * a.row_stride;
 }
 
-// The greatest logit of each group of a chunk, from those of its octets; whole warps.
-__device__ void write_maxima(const float (&x)[kSteps][kOctet], const float (&top)[kSteps], int group,
+// The greatest logits of a chunk's groups, by a warp. top: of each of the lane's octets; own: of all of them.
+__device__ void write_maxima(const float (&x)[kSteps][kOctet], const float (&top)[kSteps], float own, int group_bits,
                              uint16_t* maxima) {
-  if (group == 1) {
-KDTREE_UNROLL
+  if (group_bits == 0) {
+    KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) {
       unsigned words[kOctet / 2];
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int i = 0; i < kOctet / 2; ++i)
         words[i] = order_of(x[s][2 * i]) >> 16 | (order_of(x[s][2 * i + 1]) & 0xffff0000u);
       *reinterpret_cast<uint4*>(maxima + s * kStep + lane_id() * kOctet) =
@@ -53,20 +67,24 @@ KDTREE_UNROLL
     }
     return;
   }
-  const int lanes = group / kOctet;
-KDTREE_UNROLL
-  for (int s = 0; s < kSteps; ++s) {
-    float greatest = top[s];
+  const bool of_lanes = group_bits >= kLaneGroupBits;
+  const int lane_bits = group_bits - (of_lanes ? kLaneGroupBits : 3), lanes = 1 << lane_bits;
+  const auto write = [&](float greatest, int place) {
     for (int step = 1; step < lanes; step *= 2) greatest = max(greatest, __shfl_xor_sync(kAllLanes, greatest, step));
-    if (lane_id() % lanes == 0)
-      maxima[(s * kWarp + lane_id()) / lanes] = static_cast<uint16_t>(order_of(greatest) >> 16);
+    if ((lane_id() & (lanes - 1)) == 0) maxima[place >> lane_bits] = static_cast<uint16_t>(order_of(greatest) >> 16);
+  };
+  if (of_lanes) {
+    write(own, lane_id());
+  } else {
+    KDTREE_UNROLL
+    for (int s = 0; s < kSteps; ++s) write(top[s], s * kWarp + lane_id());
   }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kScanThreads, 8) scan_kernel(Args a, RowPlan plan, RowScratch scratch) {
   const int request = static_cast<int>(blockIdx.z), depth = static_cast<int>(blockIdx.y);
-  if (outcome_before(a, request).failed() || depth >= own_depth_limit(a, request)) return;
+  if (outcome_without_logits(a, request).failed() || depth >= own_depth_limit(a, request)) return;
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
   const unsigned size = static_cast<unsigned>(a.vocab_size);
   const int warps = kScanThreads / kWarp;
@@ -76,32 +94,37 @@ __global__ void __launch_bounds__(kScanThreads, 8) scan_kernel(Args a, RowPlan p
        chunk += static_cast<int>(gridDim.x) * warps) {
     float x[kSteps][kOctet], top[kSteps];
     load_chunk(row_of<T>(a, row), static_cast<unsigned>(chunk), size, x);
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) {
       top[s] = x[s][0];
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int i = 1; i < kOctet; ++i) top[s] = max_or_nan(top[s], x[s][i]);
     }
     const float own = max_or_nan(max_or_nan(top[0], top[1]), max_or_nan(top[2], top[3]));
     const unsigned greatest = __reduce_max_sync(kAllLanes, own != own ? kOrderOfNaN : order_of(own));
     const int64_t at = row * plan.chunks + chunk;
     unsigned fault = kNoFault;
+    ChunkSum sum{0, kNoExponent, greatest};
     if (greatest >= kOrderOfInfinity) {
-KDTREE_UNROLL
-      for (int s = kSteps - 1; s >= 0; --s)
-KDTREE_UNROLL
-        for (int i = kOctet - 1; i >= 0; --i)
+      KDTREE_UNROLL
+      for (int s = 0; s < kSteps; ++s) {
+        KDTREE_UNROLL
+        for (int i = 0; i < kOctet; ++i)
           if (!(x[s][i] < __uint_as_float(0x7f800000u)))
-            fault = static_cast<unsigned>(chunk) * kChunk + s * kStep + lane_id() * kOctet + i;
+            fault = min(fault, static_cast<unsigned>(chunk) * kChunk + s * kStep + lane_id() * kOctet + i);
+      }
       fault = __reduce_min_sync(kAllLanes, fault);
     } else {
-      const ChunkSum sum = fast_sum(x, greatest);
-      if (lane_id() == 0) scratch.sums[at] = sum;
-      if (plan.group > 0)
-        write_maxima(x, top, plan.group,
-                     scratch.maxima + row * plan.row_groups + static_cast<int64_t>(chunk) * (kChunk / plan.group));
+      sum = fast_sum(x, greatest);
+      if (plan.groups > 0)
+        write_maxima(
+            x, top, own, plan.group_bits,
+            scratch.maxima + row * plan.row_groups + static_cast<int64_t>(chunk) * (kChunk >> plan.group_bits));
     }
-    if (lane_id() == 0) scratch.faults[at] = fault;
+    if (lane_id() == 0) {
+      scratch.faults[at] = fault;
+      scratch.sums[at] = sum;
+    }
   }
 }
 
@@ -114,20 +137,19 @@ __device__ void write_refused(const Args& a, int64_t row) {
   if (threadIdx.x == 0) a.logz[row] = 0;
 }
 
-// The first fault in the request's logits, in the order of (depth, id). By the whole block; `first` is shared.
+// The first fault in the request's logits, in the order of (depth, id). By the whole block; `first` is shared, and
+// holds ~0 so far.
 template <typename T>
 __device__ Outcome find_fault(const Args& a, int request, int chunks, const unsigned* faults,
                               unsigned long long* first) {
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit;
   const int limit = own_depth_limit(a, request);
-  if (threadIdx.x == 0) *first = ~0ull;
-  __syncthreads();
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(limit) * chunks; i += blockDim.x) {
     const unsigned id = faults[row * chunks + i];
     if (id != kNoFault) atomicMin(first, static_cast<unsigned long long>(i / chunks) << 32 | id);
   }
   __syncthreads();
-  if (*first == ~0ull) return {};
+  if (*first == ~0ull) return Outcome{};
   const int depth = static_cast<int>(*first >> 32);
   const unsigned id = static_cast<unsigned>(*first);
   const float x = widen(row_of<T>(a, row + depth)[id]);
@@ -135,13 +157,13 @@ __device__ Outcome find_fault(const Args& a, int request, int chunks, const unsi
 }
 
 // Whether this block is the last of its row's to be here, with what the others wrote visible.
-__device__ bool last_to_arrive(unsigned* arrived, int* last) {
+__device__ bool last_to_arrive(unsigned* arrived, bool* last) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) *last = atomicAdd(arrived, 1u) == gridDim.x - 1;
   __syncthreads();
   __threadfence();
-  return *last != 0;
+  return *last;
 }
 
 template <typename T, typename Shared>
@@ -153,11 +175,22 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 4 
   const int request = static_cast<int>(blockIdx.z);
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
 
-  Outcome outcome = outcome_before(a, request);
-  if (!outcome.failed()) outcome = find_fault<T>(a, request, plan.chunks, scratch.faults, &s.fault);
+  if (threadIdx.x == 0) {  // for all: a block of another depth may be overwriting it
+    s.outcome = outcome_without_logits(a, request);
+    s.fault = ~0ull;
+  }
+  __syncthreads();
+  Outcome outcome = s.outcome;
+  const int limit = own_depth_limit(a, request);
+  if (!outcome.failed()) {
+    if (warp_id() == 0 && depth < limit) {  // beside the search for faults, which decides whether it counts
+      const RowSum sum = combine(scratch.sums + row * plan.chunks, plan.chunks);
+      if (lane_id() == 0) s.sum = sum;
+    }
+    outcome = find_fault<T>(a, request, plan.chunks, scratch.faults, &s.fault);
+  }
   if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
   if (depth >= a.depth_limit) return;
-  const int limit = own_depth_limit(a, request);
   if (outcome.failed()) {
     const bool own = limit >= 0 && limit <= a.depth_limit;
     if (part == 0 && (!own || depth < limit)) write_refused(a, row);
@@ -165,43 +198,33 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 4 
   }
   if (depth >= limit) return;
 
-  if (warp_id() == 0) {
-    const RowSum sum = combine(scratch.sums + row * plan.chunks, plan.chunks);
-    if (lane_id() == 0) {
-      s.peak = sum.peak;
-      s.logz = static_cast<float>(sum.logz);
-      s.flags = sum.known ? 0 : fabs(sum.logz) < kNearZero ? 2 : 1;
-    }
-  }
-  __syncthreads();
   const T* const logits = row_of<T>(a, row);
   const unsigned size = static_cast<unsigned>(a.vocab_size);
-  const float peak = s.peak;
-  const int needed = s.flags;
-  if (needed == 0) {
+  const float peak = s.sum.peak;
+  const Effort effort = s.sum.effort;
+  if (effort == kKnown) {
     if (part > 0) return;
   } else {
     PreciseSum* const sums = scratch.precise + row * plan.chunks;
     for (int chunk = part * warp_count() + warp_id(); chunk < plan.chunks;
          chunk += static_cast<int>(gridDim.x) * warp_count()) {
-      const PreciseSum sum = precise_sum(logits, static_cast<unsigned>(chunk), size, peak, needed == 2);
+      const PreciseSum sum = precise_sum(logits, static_cast<unsigned>(chunk), size, peak, effort == kWide);
       if (lane_id() == 0) sums[chunk] = sum;
     }
-    __syncthreads();
-    if (!last_to_arrive(scratch.arrived + row, &s.flags)) return;
+    if (!last_to_arrive(scratch.arrived + row, &s.last)) return;
     if (warp_id() == 0) {
       const double logz = combine(sums, plan.chunks, peak);
-      if (lane_id() == 0) s.logz = static_cast<float>(logz);
+      if (lane_id() == 0) s.sum.logz = static_cast<float>(logz);
     }
     __syncthreads();
   }
-  const float logz = s.logz;
+  const float logz = s.sum.logz;
   if (threadIdx.x == 0) a.logz[row] = logz;
   if (a.k == 0) return;
 
   BlockScan scan(s.totals);
-  Selector<T, Shared> select(s, scan, logits, size, static_cast<unsigned>(a.k));
-  select(scratch.maxima + row * plan.row_groups, plan.groups, plan.group, order_of(peak),
+  Selector<T, decltype(s.selection)> select(s.selection, scan, logits, size, static_cast<unsigned>(a.k));
+  select(scratch.maxima + row * plan.row_groups, plan.groups, plan.group_bits, order_of(peak),
          [&](unsigned rank, unsigned order, unsigned id) {
            float x = value_of(order);
            if (x == 0) x = widen(logits[id]);  // the order does not know the sign of zero
@@ -270,7 +293,7 @@ kdtree_status launch(const Args& a) {
 
 template <typename T>
 kdtree_status launch(const Args& a) {
-  return a.k <= SmallSelection::kMostK ? launch<T, SmallSelection>(a) : launch<T, LargeSelection>(a);
+  return a.k <= kSmallK ? launch<T, SmallBlock>(a) : launch<T, LargeBlock>(a);
 }
 
 }  // namespace

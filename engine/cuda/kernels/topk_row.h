@@ -30,32 +30,47 @@ struct PreciseSum {
 };
 
 // How rows of a call are cut. The same for every number of rows.
+//
+// Of each group of ids the greatest logit is kept. Small groups are many maxima to look through, large ones many ids to
+// look at again: near the square root of V / K both are few. There are at least 2 K of them, so that the K-th greatest
+// maximum is near the K-th greatest logit.
 struct RowPlan {
   int chunks;
-  int group;           // neighbouring ids of which the greatest is kept; a power of two, 1 or 8..256; 0: k is 0
-  int64_t groups;      // of a row
+  int group_bits;      // log2 of the ids of a group: 0, or 3 to 8
+  int64_t groups;      // of a row; 0: k is 0
   int64_t row_groups;  // from row to row
 
   RowPlan(int vocab_size, int k)
-      : chunks(static_cast<int>(ceil_div(vocab_size, kChunk))),
-        group(group_size(vocab_size, k)),
-        groups(0),
-        row_groups(0) {
-    if (group == 0) return;
-    groups = ceil_div(vocab_size, group);
-    row_groups = static_cast<int64_t>(round_up(static_cast<size_t>(chunks) * kChunk / group, 8));  // loads of 16 bytes
+      : chunks(static_cast<int>(ceil_div(vocab_size, kChunk))), group_bits(0), groups(0), row_groups(0) {
+    if (k == 0) return;
+    group_bits = bits_of_group(vocab_size, k);
+    const int64_t all = static_cast<int64_t>(chunks) * (kChunk >> group_bits);
+    groups = group_bits == 0 ? vocab_size : all;
+    row_groups = ceil_div(all, 8) * 8;  // loads of 16 bytes
   }
 
-  // Small groups are many maxima to look through, large ones many ids to look at again: with the square root of V / K
-  // both are few. At least 2 k of them, so that the k-th greatest maximum is near the k-th greatest logit.
-  static constexpr int group_size(int64_t vocab_size, int64_t k) {
-    if (k == 0) return 0;
-    if (vocab_size <= 2 * kChunk || vocab_size < 2 * kOctet * k) return 1;
-    int64_t size = kOctet;
-    while (size < kStep && k * 4 * size * size <= 2 * vocab_size) size *= 2;
-    return static_cast<int>(size);
+ private:
+  static int bits_of_group(int64_t vocab_size, int64_t k) {
+    if (vocab_size <= 2 * kChunk || vocab_size < 2 * kOctet * k) return 0;
+    int bits = 3;
+    while (bits < 8 && k << (2 * bits + 2) <= 2 * vocab_size) ++bits;
+    return bits;
   }
 };
+
+// From kLaneGroupBits on a group is all that some neighbouring lanes have of a chunk, which costs the least to reduce;
+// smaller ones are neighbouring octets.
+constexpr int kLaneGroupBits = 5;
+static_assert(1 << kLaneGroupBits == kSteps * kOctet);
+
+// First id of octet i of a group of 2^bits ids, bits >= 3.
+__device__ inline unsigned octet_of_group(unsigned group, unsigned i, int bits) {
+  if (bits < kLaneGroupBits) return (group << bits) + i * kOctet;
+  const int lane_bits = bits - kLaneGroupBits;
+  const unsigned groups = kChunk >> bits, step = i >> lane_bits;
+  const unsigned lane = ((group & (groups - 1)) << lane_bits) + (i & ((1u << lane_bits) - 1));
+  return (group - (group & (groups - 1))) * (1u << bits) + step * kStep + lane * kOctet;
+}
 
 // [rows, ...] of the workspace, rows counted over [R, L].
 struct RowScratch {
@@ -67,17 +82,18 @@ struct RowScratch {
   size_t bytes;
 
   RowScratch(void* base, int64_t rows, const RowPlan& plan) : bytes(0) {
-    sums = take<ChunkSum>(base, rows * plan.chunks);
-    precise = take<PreciseSum>(base, rows * plan.chunks);
-    faults = take<unsigned>(base, rows * plan.chunks);
-    arrived = take<unsigned>(base, rows);
-    maxima = take<uint16_t>(base, rows * plan.row_groups);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(base);
+    sums = take<ChunkSum>(start, rows * plan.chunks);
+    precise = take<PreciseSum>(start, rows * plan.chunks);
+    faults = take<unsigned>(start, rows * plan.chunks);
+    arrived = take<unsigned>(start, rows);
+    maxima = take<uint16_t>(start, rows * plan.row_groups);
   }
 
  private:
   template <typename T>
-  T* take(void* base, int64_t count) {
-    T* const at = reinterpret_cast<T*>(static_cast<unsigned char*>(base) + bytes);
+  T* take(uintptr_t start, int64_t count) {
+    T* const at = reinterpret_cast<T*>(start + bytes);
     bytes += round_up(static_cast<size_t>(count) * sizeof(T), 256);
     return at;
   }
@@ -89,18 +105,18 @@ __device__ inline float value_of(unsigned order) { return __uint_as_float(order 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 __device__ inline void widen_words(const unsigned (&words)[4], float (&x)[kOctet]) {
-KDTREE_UNROLL
+  KDTREE_UNROLL
   for (int i = 0; i < kOctet; ++i) x[i] = __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
 }
 __device__ inline void widen_words(const unsigned (&words)[8], float (&x)[kOctet]) {
-KDTREE_UNROLL
+  KDTREE_UNROLL
   for (int i = 0; i < kOctet; ++i) x[i] = __uint_as_float(words[i]);
 }
 
 // The octet of ids first, first + 1, ...; -inf past the row's end.
 template <typename T>
 __device__ void load_octet_by_element(const T* row, unsigned first, unsigned size, float (&x)[kOctet]) {
-KDTREE_UNROLL
+  KDTREE_UNROLL
   for (int i = 0; i < kOctet; ++i) x[i] = first + i < size ? widen(__ldg(row + first + i)) : minus_infinity();
 }
 
@@ -110,7 +126,7 @@ __device__ void load_octet_by_vector(const T* at, unsigned skip, float (&x)[kOct
   constexpr int kWords = kOctet * sizeof(T) / 4;
   const uint4* const from = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(at) - skip);
   unsigned loaded[4 * kVectors];
-KDTREE_UNROLL
+  KDTREE_UNROLL
   for (int v = 0; v < kVectors; ++v) {
     const uint4 four = __ldg(from + v);
     loaded[4 * v] = four.x;
@@ -120,20 +136,20 @@ KDTREE_UNROLL
   }
   if constexpr (4 * kVectors > kWords) {
     if (skip & 8) {
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int w = 0; w < kWords + 2; ++w) loaded[w] = loaded[w + 2];
     }
     if (skip & 4) {
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int w = 0; w < kWords + 1; ++w) loaded[w] = loaded[w + 1];
     }
     if (skip & 2) {
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int w = 0; w < kWords; ++w) loaded[w] = loaded[w] >> 16 | loaded[w + 1] << 16;
     }
   }
   unsigned words[kWords];
-KDTREE_UNROLL
+  KDTREE_UNROLL
   for (int w = 0; w < kWords; ++w) words[w] = loaded[w];
   widen_words(words, x);
 }
@@ -160,13 +176,13 @@ __device__ void load_chunk(const T* row, unsigned chunk, unsigned size, float (&
   constexpr unsigned kMargin = 16 / sizeof(T);
   const unsigned first = chunk * kChunk + lane_id() * kOctet, skip = skip_of(row);
   if (skip == 0 && (chunk + 1) * kChunk <= size) {
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors>(row + first + s * kStep, 0, x[s]);
   } else if (chunk > 0 && (chunk + 1) * kChunk + kMargin <= size) {
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors + 1>(row + first + s * kStep, skip, x[s]);
   } else {
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) load_octet_by_element(row, first + s * kStep, size, x[s]);
   }
 }

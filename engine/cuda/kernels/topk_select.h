@@ -29,12 +29,8 @@ struct Selection {
     unsigned long long ordered[kMostK + kMostInBin];
   };
   unsigned bins[kBins];
-  unsigned totals[2][kWarp];
   unsigned hit_count, count;
   unsigned cut_bin;
-  unsigned long long fault;
-  float peak, logz;
-  int flags;
 };
 
 // Logits of a row as numbers in the order of the list: greater is better, so a lower id is greater among equals.
@@ -55,7 +51,8 @@ class Ranking {
   __device__ unsigned last_id() const { return (1u << id_bits_) - 1; }
 
  private:
-  static constexpr int kUnused = sizeof(T) == 2 ? 16 : 0;  // low bits of an order that a bf16 leaves all 0, or all 1 if negative
+  // Low bits of an order that a bf16 leaves all 0, or all 1 if it is negative.
+  static constexpr int kUnused = sizeof(T) == 2 ? 16 : 0;
   int id_bits_;
 };
 
@@ -65,10 +62,10 @@ class Selector {
   __device__ Selector(Shared& shared, BlockScan& scan, const T* row, unsigned size, unsigned k)
       : s_(shared), scan_(scan), row_(row), size_(size), k_(k), ranking_(size) {}
 
-  // Calls emit(rank, order, id) once for each of the k best. maxima [groups] of `group` ids each; top: order of the
-  // greatest logit. Starts and ends with whatever the block has in s_.keys, ordered, bins, counts in use.
+  // Calls emit(rank, order, id) once for each of the k best. maxima [groups] of 2^group_bits ids each; top: order of
+  // the greatest logit. Starts and ends with whatever the block has in s_.keys, ordered, bins, counts in use.
   template <typename Emit>
-  __device__ void operator()(const uint16_t* maxima, int64_t groups, int group, unsigned top, Emit emit) {
+  __device__ void operator()(const uint16_t* maxima, int64_t groups, int group_bits, unsigned top, Emit emit) {
     const auto emit_key = [&](unsigned rank, unsigned long long key) {
       emit(rank, ranking_.order(key), ranking_.id(key));
     };
@@ -77,7 +74,7 @@ class Selector {
     __syncthreads();
     const unsigned hits = s_.hit_count;
     if (hits <= Shared::kHits) {
-      gather(group, hits, lowest(bound));
+      gather(group_bits, hits, value_from(bound << 16));
       __syncthreads();
     }
     const unsigned found = s_.count;
@@ -118,7 +115,7 @@ class Selector {
   __device__ static void load_maxima(const uint16_t* maxima, int64_t first, int64_t groups, unsigned (&half)[kAtOnce]) {
     const uint4 loaded = first < groups ? *reinterpret_cast<const uint4*>(maxima + first) : uint4{0, 0, 0, 0};
     const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int i = 0; i < kAtOnce; ++i)
       half[i] = first + i < groups ? (i % 2 == 0 ? words[i / 2] & 0xffffu : words[i / 2] >> 16) : 0;
   }
@@ -129,7 +126,7 @@ KDTREE_UNROLL
     for (int64_t first = threadIdx.x * kAtOnce; first < groups; first += Shared::kThreads * kAtOnce) {
       unsigned half[kAtOnce];
       load_maxima(maxima, first, groups, half);
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int i = 0; i < kAtOnce; ++i)
         if (half[i] >= max(low, 1u)) atomicAdd(&s_.bins[min((half[i] - low) >> shift, kBins - 1u)], 1u);
     }
@@ -146,15 +143,17 @@ KDTREE_UNROLL
     return scanned.total >= k_;
   }
 
-  // The k-th greatest maximum.
+  // The k-th greatest maximum: sought within 16 binades of the greatest, else among all halves in bins of 32, then in
+  // that bin.
   __device__ unsigned find_bound(const uint16_t* maxima, int64_t groups, unsigned top) {
-    const unsigned low = top > kBins - 1u ? top - (kBins - 1) : 0;
-    if (find_cut(maxima, groups, low, 0)) return low + s_.cut_bin;  // within 16 binades of the greatest: the usual case
-    constexpr int kShift = 5;                                       // all 2^16 halves in kBins
-    find_cut(maxima, groups, 0, kShift);
-    const unsigned coarse = s_.cut_bin << kShift;
-    find_cut(maxima, groups, coarse, 0);
-    return coarse + s_.cut_bin;
+    unsigned low = top > kBins - 1u ? top - (kBins - 1) : 0;
+    int shift = 0;
+    KDTREE_UNROLL_BY(1)
+    while (!find_cut(maxima, groups, low, shift) || shift != 0) {
+      low = shift != 0 ? low + (s_.cut_bin << shift) : 0;
+      shift = shift != 0 ? 0 : 5;
+    }
+    return low + s_.cut_bin;
   }
 
   // The groups whose maximum reaches the bound, in s_.hits; s_.hit_count of them, also if there is no room for all.
@@ -165,7 +164,7 @@ KDTREE_UNROLL
       const int64_t first = base + threadIdx.x * kAtOnce;
       unsigned half[kAtOnce], reached = 0;
       load_maxima(maxima, first, groups, half);
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) reached |= half[i] >= bound ? 1u << i : 0u;
       unsigned slot = claim(&s_.hit_count, static_cast<unsigned>(__popc(reached)));
       for (; reached != 0 && slot < Shared::kHits; reached &= reached - 1, ++slot)
@@ -173,17 +172,19 @@ KDTREE_UNROLL
     }
   }
 
-  // Bit i: logit i of the octet is there and its key is at least `least`.
-  __device__ unsigned reaching(const float (&x)[kOctet], unsigned first, unsigned long long least) const {
+  // Bit i: logit i of the octet is there and at least `least`.
+  __device__ unsigned reaching(const float (&x)[kOctet], unsigned first, float least) const {
     unsigned reached = 0;
-KDTREE_UNROLL
-    for (int i = 0; i < kOctet; ++i)
-      if (first + i < size_ && ranking_.key(order_of(x[i]), first + i) >= least) reached |= 1u << i;
-    return reached;
+    KDTREE_UNROLL
+    for (int i = 0; i < kOctet; ++i) reached |= x[i] >= least ? 1u << i : 0u;
+    const unsigned there = size_ - min(first, size_);
+    return there < kOctet ? reached & ((1u << there) - 1) : reached;
   }
 
+  __device__ float value_from(unsigned order) const { return value_of(max(order, kOrderOfMinusInfinity)); }
+
   __device__ void keep(const float (&x)[kOctet], unsigned first, unsigned reached, unsigned& slot) {
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int i = 0; i < kOctet; ++i)
       if (reached >> i & 1) {
         if (slot < Shared::kRoom) s_.keys[slot] = ranking_.key(order_of(x[i]), first + i);
@@ -191,31 +192,33 @@ KDTREE_UNROLL
       }
   }
 
-  // The keys from `least` on of the groups in s_.hits, in s_.keys; s_.count of them, also if there is no room for all.
-  __device__ void gather(int group, unsigned hits, unsigned long long least) {
-    if (group == 1) {
+  // The keys of the logits from `least` on of the groups in s_.hits, in s_.keys; s_.count of them, also if there is no
+  // room for all.
+  __device__ void gather(int group_bits, unsigned hits, float least) {
+    if (group_bits == 0) {
       for (unsigned i = threadIdx.x; i < hits; i += Shared::kThreads)
         s_.keys[i] = ranking_.key(order_of(widen(row_[s_.hits[i]])), s_.hits[i]);
       if (threadIdx.x == 0) s_.count = hits;
       return;
     }
-    const unsigned octets = static_cast<unsigned>(group) / kOctet, all = hits * octets;
+    const int octet_bits = group_bits - 3;
+    const unsigned all = hits << octet_bits;
     for (unsigned base = 0; base < all; base += Shared::kThreads * kGathered) {
       float x[kGathered][kOctet];
       unsigned first[kGathered], reached[kGathered], count = 0;
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int g = 0; g < kGathered; ++g) {
         const unsigned i = base + g * Shared::kThreads + threadIdx.x;
-        first[g] = i < all ? s_.hits[i / octets] * static_cast<unsigned>(group) + i % octets * kOctet : size_;
+        first[g] = i < all ? octet_of_group(s_.hits[i >> octet_bits], i & ((1u << octet_bits) - 1), group_bits) : size_;
         load_octet(row_, first[g], size_, x[g]);
       }
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int g = 0; g < kGathered; ++g) {
         reached[g] = reaching(x[g], first[g], least);
         count += static_cast<unsigned>(__popc(reached[g]));
       }
       unsigned slot = claim(&s_.count, count);
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int g = 0; g < kGathered; ++g) keep(x[g], first[g], reached[g], slot);
     }
   }
@@ -251,6 +254,7 @@ KDTREE_UNROLL
       const unsigned bin = bin_of(key), begin = bin + 1 < kBins ? s_.bins[bin + 1] : 0, end = s_.bins[bin];
       if (begin >= k_) continue;
       unsigned rank = begin;
+      KDTREE_UNROLL_BY(2)
       for (unsigned j = begin; j < end; ++j) rank += s_.ordered[j] > key ? 1 : 0;
       if (rank < k_) emit(rank, key);
     }
@@ -263,8 +267,10 @@ KDTREE_UNROLL
     while (size < n) size *= 2;
     for (unsigned i = n + threadIdx.x; i < size; i += Shared::kThreads) s_.keys[i] = 0;  // below all
     __syncthreads();
+    KDTREE_UNROLL_BY(1)
     for (unsigned run = 2; run <= size; run *= 2)
       for (unsigned step = run / 2; step > 0; step /= 2) {
+        KDTREE_UNROLL_BY(1)
         for (unsigned i = threadIdx.x; i < size / 2; i += Shared::kThreads) {
           const unsigned low = 2 * i - (i & (step - 1));
           const unsigned long long a = s_.keys[low], b = s_.keys[low + step];
@@ -289,10 +295,13 @@ KDTREE_UNROLL
     for (unsigned base = 0; base < size_; base += kPass) {
       const unsigned first = base + threadIdx.x * kOctet;
       float x[kOctet];
-KDTREE_UNROLL
+      KDTREE_UNROLL
       for (int i = 0; i < kOctet; ++i) x[i] = next[i];
       load_octet(row_, first + kPass, size_, next);  // on its way while the block waits
-      const unsigned reached = reaching(x, first, least);
+      unsigned reached = reaching(x, first, value_from(ranking_.order(least)));
+      KDTREE_UNROLL
+      for (int i = 0; i < kOctet; ++i)
+        if ((reached >> i & 1) && ranking_.key(order_of(x[i]), first + i) < least) reached &= ~(1u << i);
       unsigned slot = claim(&s_.count, static_cast<unsigned>(__popc(reached)));
       keep(x, first, reached, slot);
       __syncthreads();

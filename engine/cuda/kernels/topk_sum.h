@@ -56,6 +56,7 @@ __device__ inline double sum_of_warp(double value) {
 }
 
 __device__ inline Wide sum_of_warp(Wide value) {
+  KDTREE_UNROLL_BY(1)
   for (int step = kWarp / 2; step > 0; step /= 2)
     value =
         wide_add(value, {__shfl_xor_sync(kAllLanes, value.high, step), __shfl_xor_sync(kAllLanes, value.low, step)});
@@ -68,48 +69,53 @@ __device__ inline ChunkSum fast_sum(const float (&x)[kSteps][kOctet], unsigned t
   if (!(fabsf(peak) < kMostFastLogit)) return {0, kNoExponent, top};
   const FastExp exponential(peak);
   double sum = 0;
-KDTREE_UNROLL
+  KDTREE_UNROLL
   for (int s = 0; s < kSteps; ++s) {
     float terms[kOctet];
-KDTREE_UNROLL
+    KDTREE_UNROLL
     for (int i = 0; i < kOctet; ++i) terms[i] = exponential(x[s][i]);
-KDTREE_UNROLL
-    for (int width = kOctet / 2; width > 0; width /= 2)
-KDTREE_UNROLL
-      for (int i = 0; i < width; ++i) terms[i] += terms[i + width];
+    KDTREE_UNROLL
+    for (int width = kOctet / 2; width > 0; width /= 2) KDTREE_UNROLL
+    for (int i = 0; i < width; ++i) terms[i] += terms[i + width];
     sum += static_cast<double>(terms[0]);
   }
   return {sum_of_warp(sum), exponential.exponent(), top};
 }
 
+// What logz still needs: nothing, a sum in double, or one in Wide.
+enum Effort : int { kKnown, kDouble, kWide };
+
 // What the chunk sums of a row say of it.
 struct RowSum {
   float peak;
-  double logz;  // exact where `known`
-  bool known;   // logz needs no precise sum
+  float logz;
+  Effort effort;
 };
 
 // By a warp, all of whose lanes get it.
 __device__ inline RowSum combine(const ChunkSum* sums, int chunks) {
   unsigned top = 0;
   int exponent = kNoExponent;
+  KDTREE_UNROLL_BY(8)
   for (int c = lane_id(); c < chunks; c += kWarp) {
     top = max(top, sums[c].top);
     exponent = max(exponent, sums[c].exponent);
   }
-  RowSum row;
-  row.peak = value_of(__reduce_max_sync(kAllLanes, top));
+  const float peak = value_of(__reduce_max_sync(kAllLanes, top));
   exponent = __reduce_max_sync(kAllLanes, exponent);
   double sum = 0;
+  KDTREE_UNROLL_BY(2)
   for (int c = lane_id(); c < chunks; c += kWarp) {
     const int below = sums[c].exponent - exponent;
     if (below > -1000) sum += sums[c].sum * power_of_two(below);
   }
   sum = sum_of_warp(sum);
-  if (row.peak == minus_infinity()) return {row.peak, static_cast<double>(row.peak), true};
-  row.logz = exponent * 0.6931471805599453 + log(sum);
-  row.known = fabsf(row.peak) < kMostFastPeak && fabs(row.logz) >= kLeastFastLogz;
-  return row;
+  if (peak == minus_infinity()) return {peak, peak, kKnown};
+  const double logz = exponent * 0.6931471805599453 + log(sum);
+  Effort effort = kDouble;
+  if (fabsf(peak) < kMostFastPeak && fabs(logz) >= kLeastFastLogz) effort = kKnown;
+  if (fabs(logz) < kNearZero) effort = kWide;
+  return {peak, static_cast<float>(logz), effort};
 }
 
 // By a warp: the terms of one chunk, relative to the row's peak. wide: logz is nearly 0.
@@ -117,6 +123,7 @@ template <typename T>
 __device__ PreciseSum precise_sum(const T* row, unsigned chunk, unsigned size, float peak, bool wide) {
   Wide sum{0, 0};
   unsigned peaks = 0;
+  KDTREE_UNROLL_BY(1)
   for (unsigned id = chunk * kChunk + lane_id(), i = 0; i < kChunk / kWarp; ++i, id += kWarp) {
     const float x = id < size ? widen(row[id]) : minus_infinity();
     if (x == peak) {
@@ -133,6 +140,7 @@ __device__ PreciseSum precise_sum(const T* row, unsigned chunk, unsigned size, f
 __device__ inline double combine(const PreciseSum* sums, int chunks, float peak) {
   Wide others{0, 0};
   unsigned peaks = 0;
+  KDTREE_UNROLL_BY(1)
   for (int c = lane_id(); c < chunks; c += kWarp) {
     others = wide_add(others, sums[c].sum);
     peaks += sums[c].peaks;

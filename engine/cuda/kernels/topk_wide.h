@@ -47,6 +47,7 @@ __device__ inline Wide wide_exp(Wide x) {
   const double h = s.high;
   const double rest = h * h * h * (1.0 / 6 + h * (1.0 / 24 + h * (1.0 / 120 + h * (1.0 / 720))));
   Wide e = wide_add(s, wide_add({square.high / 2, square.low / 2}, {rest, 0}));
+  KDTREE_UNROLL_BY(1)
   for (int i = 0; i < 8; ++i) e = wide_add({2 * e.high, 2 * e.low}, wide_multiply(e, e));
   e = wide_add({1, 0}, e);
   const double scale = power_of_two(static_cast<int>(n));
@@ -55,14 +56,9 @@ __device__ inline Wide wide_exp(Wide x) {
 
 // peak + log(1 + others), others >= 0.
 __device__ inline double log_of_sum(double peak, Wide others) {
-  Wide log;
-  if (others.high < 0x1p-26) {
-    log = wide_add(others, {-others.high * others.high / 2, 0});
-  } else {
-    log = {log1p(others.high), 0};
-    const Wide all = wide_add({1, 0}, others);  // one step of Newton's method
-    log = wide_add(log, wide_add(wide_multiply(all, wide_exp({-log.high, 0})), {-1, 0}));
-  }
+  Wide log = {log1p(others.high), 0};
+  const Wide all = wide_add({1, 0}, others);  // one step of Newton's method
+  log = wide_add(log, wide_add(wide_multiply(all, wide_exp({-log.high, 0})), {-1, 0}));
   return wide_add({peak, 0}, log).high;
 }
 
