@@ -37,7 +37,7 @@ struct Selection {
 template <typename T>
 class Ranking {
  public:
-  __device__ explicit Ranking(unsigned size) : id_bits_(kWarp - __clz(static_cast<int>(size | 1))) {}
+  __device__ explicit Ranking(unsigned size) { id_bits_ = kWarp - __clz(static_cast<int>(size | 1)); }
 
   __device__ unsigned long long key(unsigned order, unsigned id) const {
     return static_cast<unsigned long long>(order >> kUnused) << id_bits_ | (last_id() - id);
