@@ -28,12 +28,13 @@ struct Rows {
   int request;
   int row;
 
-  // Whether the row is to be chosen from by the sampling, or the greedy, kernel.
+  // Whether the row is to be chosen from by the sampling, or the greedy, kernel. All is loaded before anything is
+  // tested, so that the loads do not wait for each other.
   __device__ bool wanted(bool sampled) const {
-    if (failed_before(a.before, request)) return false;
+    const bool failed = failed_before(a.before, request);
     const int nodes = a.node_count != nullptr ? a.node_count[request] : a.rows - 1;
-    if (nodes < 0 || nodes >= a.rows || row > nodes) return false;
-    return sampled == (a.temperatures != nullptr && a.temperatures[request] != 0);
+    const bool drawn = a.temperatures != nullptr && a.temperatures[request] != 0;
+    return !failed && row <= nodes && nodes < a.rows && drawn == sampled;
   }
 
   __device__ size_t index() const { return static_cast<size_t>(request) * a.rows + row; }
