@@ -159,6 +159,35 @@ def test_a_fault_of_a_decoder_makes_its_row_invalid_and_the_status_1(models, tmp
         assert reproduce([str(tmp_path / str(stored))]) == 1
 
 
+class Disturbed(ReferenceDecoder):
+    """A decoder after whose work something else runs for a while; `times` for how many of the last calls, which are
+    the staged ones."""
+
+    times = 0
+
+    def __init__(self, *others: Any):
+        super().__init__(*others)
+        self._calls = 0
+
+    def decode(self, arm: Arm, *others: Any) -> Generation:
+        result = super().decode(arm, *others)
+        self._calls += arm.budget == 16
+        if 4 < self._calls <= 4 + self.times:  # one call to warm up, and one for each of the 3 prompts
+            start = self.clock.mark()
+            while self.clock.seconds(start, self.clock.mark()) < 0.02 + 0.1 * result.decode_seconds:
+                pass
+        return result
+
+
+@pytest.mark.parametrize(("times", "expected"), [(0, "OK"), (2, "OK"), (3, "INVALID")])
+def test_stages_that_do_not_explain_the_time_are_measured_again(models, tmp_path, times, expected):
+    decoder = type("Decoder", (Disturbed,), {"times": times})
+    code = status("run", "-k", FEW, "--out", tmp_path, "--models", models, systems=Systems(decoder=decoder))
+    row = ran(tmp_path)["stage/humaneval/block8/greedy", "ddtree-b16"]
+    assert (row.status, code) == (expected, 0 if expected == "OK" else 1), row.reason
+    assert ("sum to" in str(row.reason)) == (expected == "INVALID")
+
+
 class Turned(ReferenceDecoder):
     """In trees of 16 nodes another output, right in itself: as if rounding had turned a choice of the target."""
 
