@@ -11,7 +11,7 @@
 #define KDTREE_UNROLL_BY(times)
 #else
 #include <cuda_runtime.h>
-// In front of a loop: how often nvcc unrolls it.
+// In front of a loop: unroll it so that its values stay in registers, or by that much.
 #define KDTREE_PRAGMA(text) _Pragma(#text)
 #define KDTREE_UNROLL _Pragma("unroll")
 #define KDTREE_UNROLL_BY(times) KDTREE_PRAGMA(unroll times)

@@ -56,9 +56,10 @@ typedef enum kdtree_request_status {
   KDTREE_REQUEST_NO_CHOICE = 6,  /* node on the accepted path whose target row gives no token */
   KDTREE_REQUEST_PARENT = 7,     /* node whose parent does not precede it; detail: the parent */
   KDTREE_REQUEST_TWIN = 8,       /* node with the token of an earlier sibling; detail: that sibling */
-  KDTREE_REQUEST_OWN_SIZE = 9,   /* a size of this request does not fit its block; place: the size, detail: the most */
+  KDTREE_REQUEST_OWN_SIZE = 9,   /* a size of this request does not fit its block, the depth of an accepted path among
+                                    them; place: the size, detail: the most */
   KDTREE_REQUEST_PATH = 10, /* place: index in the path whose node does not lie behind the one before; detail: node */
-  KDTREE_REQUEST_CAPACITY = 11 /* rows needed; detail: rows there are */
+  KDTREE_REQUEST_CAPACITY = 11 /* rows needed; detail: rows there are, or rows before a bad block */
 } kdtree_request_status;
 
 typedef enum kdtree_dtype { KDTREE_F32 = 0, KDTREE_BF16 = 1 } kdtree_dtype;
@@ -170,7 +171,8 @@ KDTREE_API kdtree_status kdtree_tree_build(const kdtree_tree_build_args* args);
 KDTREE_API kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk, const kdtree_tree_build_args* tree);
 
 /* The target's choice at each row of logits: argmax, ties to the lowest id, or one draw whose random number belongs to
- * (seed, position). -1 for a row with NaN, with +inf or without a finite logit. reference/sampling.py.
+ * (seed, position). -1 for a row with NaN, with +inf or without a finite logit, and where
+ * the reference refuses the request's parameters. reference/sampling.py.
  * Rows past a request's own node count are neither read nor written. */
 typedef struct kdtree_target_choice_args {
   uint32_t struct_size;

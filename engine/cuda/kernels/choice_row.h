@@ -3,13 +3,6 @@
 
 #include "common/block.h"
 
-// Before a loop whose values are to stay in registers.
-#ifdef KDTREE_HOST
-#define KDTREE_UNROLL
-#else
-#define KDTREE_UNROLL _Pragma("unroll")
-#endif
-
 namespace kdtree {
 
 constexpr int kNoChoice = -1;
