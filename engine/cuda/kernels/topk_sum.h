@@ -1,9 +1,9 @@
 // log(sum(exp(row))) of the top-k stage: a fast sum of each chunk, and a precise one for the rows that need it.
 //
-// The fast sum: exp in float32, each within 1.9e-7 of itself (ex2.approx 1.7e-7, the reduced argument 2e-8), eight of
-// them in a float32 tree (3 roundings, 1.8e-7), those in double. 3.7e-7 in all is less than one unit in the last place
-// of a float32 logz from 4 on (4.8e-7). Rows with a smaller |logz|, or with a peak where float32 cannot reduce the
-// argument, are summed again: in double, and where logz is nearly 0 in Wide.
+// The fast sum: exp in float32, each within 2.6e-7 of itself (ex2.approx 2^-22, which a test holds it to, and 2e-8 from
+// the reduced argument), eight of them in a float32 tree (3 roundings, 1.8e-7), those in double. 4.4e-7 in all is less
+// than one unit in the last place of a float32 logz from 4 on (4.8e-7). Rows with a smaller |logz|, or with a peak
+// where float32 cannot reduce the argument, are summed again: in double, and where logz is nearly 0 in Wide.
 #pragma once
 
 #include "kernels/topk_row.h"
