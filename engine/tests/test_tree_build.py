@@ -141,6 +141,24 @@ def test_costs_around_32_bits(ops):
         assert check(ops, lp, ids, 6)["route"] == ROUTES[route], last
 
 
+@pytest.mark.parametrize(
+    ("row", "route"),
+    [
+        ([-1, -2, -3, -4], "parallel"),
+        ([0, -1, -2, -3], "parallel"),
+        ([0, -0.0, -np.inf, -np.inf], "parallel"),
+        ([-(2.0**-149), -(2.0**-148), -(2.0**-146), -(2.0**-140)], "parallel"),
+        ([-0.5, -1, -3e38, -3e38], "parallel"),  # masked tokens, which no tree of 8 nodes reaches
+        ([-(2.0**-31), -0.5, -1, -1.5], "parallel"),
+        ([-(2.0**-32), -0.5, -1, -1.5], "serial"),  # the bound is 3/2 of 2^32 units
+        ([2.0**-149, -1, -2, -3], "serial"),
+    ],
+)
+def test_which_lists_go_which_way(ops, row, route):
+    lp = np.tile(np.array(row, np.float32), (1, 3, 1))
+    assert check(ops, lp, ids_of(np.random.default_rng(0), lp.shape), 8)["route"] == ROUTES[route]
+
+
 @pytest.mark.parametrize("first", [0.0, -0.0])
 def test_zero_scores_have_the_sign_that_the_order_of_operations_gives(ops, first):
     rng = np.random.default_rng(3)

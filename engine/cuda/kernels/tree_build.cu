@@ -149,26 +149,26 @@ struct BlockShared {
   int serial_count;
 };
 
-// Finds the nodes by threshold; count -1 where no threshold cuts near the budget.
+// Finds the nodes by threshold; count -1 where costs need more than 32 bits or no threshold cuts near the budget.
 __device__ Found find_in_parallel(const Lists& lists, int budget, int reach, const TreeScratch& s, BlockShared& b) {
   const ListFacts& facts = b.facts;
   Frontier& frontier = b.frontier;
   BlockScan scan(b.totals);
   const TreeSizes sizes(budget);
-  const double unit = facts.low_bit == 1000 ? 1.0 : power_of_two(facts.low_bit);
+  const int low_bit = facts.low_bit == kNoBit ? 0 : facts.low_bit;
   const size_t counts_bytes = static_cast<size_t>(lists.depths) * kBins * sizeof(int);
   const int near_ranks =
       min(reach, static_cast<int>((s.rest_bytes - counts_bytes) / (sizeof(uint32_t) * lists.depths)));
   int* const counts = reinterpret_cast<int*>(s.rest);
   uint32_t* const near = reinterpret_cast<uint32_t*>(s.rest + counts_bytes);
-  const Costs costs{lists, facts.lengths, facts.low_bit == 1000 ? 1.0 : power_of_two(-facts.low_bit), near, near_ranks};
+  const Costs costs{lists, facts.lengths, power_of_two(-low_bit), near, near_ranks};
 
   for (int i = threadIdx.x; i < lists.depths * near_ranks; i += blockDim.x) {
     const int d = i / near_ranks, r = i % near_ranks;
     near[i] = r < facts.lengths[d] ? costs.far(d, r) : kTooDear;
   }
   find_bound(costs, lists.depths, budget, &frontier);  // has a barrier at its end
-  Found found{-1, 0, KDTREE_ROUTE_PARALLEL, -unit};
+  Found found{-1, 0, KDTREE_ROUTE_PARALLEL, -power_of_two(low_bit)};
   if (frontier.bound >= kTooDear) return found;
   const float nodes = frontier.all_nodes;
   const int wanted = nodes < static_cast<float>(budget) ? static_cast<int>(nodes) : budget;
@@ -197,7 +197,8 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, int reach, con
   return found;
 }
 
-__global__ void __launch_bounds__(1024) tree_build_kernel(kdtree_tree_build_args a, size_t shared_bytes) {
+// At least one block a multiprocessor: without saying so, sm_100 gets 32 registers and spills.
+__global__ void __launch_bounds__(1024, 1) tree_build_kernel(kdtree_tree_build_args a, size_t shared_bytes) {
   KDTREE_DYNAMIC_SHARED(shared);
   __shared__ BlockShared block;
   ListFacts& facts = block.facts;
@@ -236,10 +237,9 @@ __global__ void __launch_bounds__(1024) tree_build_kernel(kdtree_tree_build_args
   SerialTree serial(scratch, a.budget);
   if (code == KDTREE_REQUEST_OK && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
     found.count = -1;
-    if (sums_are_exact(facts, lists.depths))
-      found = find_in_parallel(lists, budget, min(budget, a.width), scratch, block);
+    if (!facts.positive) found = find_in_parallel(lists, budget, min(budget, a.width), scratch, block);
     if (found.count < 0) {
-      __syncthreads();
+      __syncthreads();  // nobody is in the parallel route any more
       if (warp_id() == 0) {
         const int count = serial.build(lists, facts.lengths, budget);
         if (lane_id() == 0) block.serial_count = count;

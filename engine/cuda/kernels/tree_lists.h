@@ -18,25 +18,25 @@ struct Lists {
 };
 
 constexpr unsigned kNoFault = 0xffffffffu;
+constexpr int kNoBit = 1000;  // lowest bit of zeros
 
 // A fault as one number that orders by depth, then rank, then code.
 __device__ inline unsigned pack_fault(int d, int r, int code) {
   return static_cast<unsigned>(d) << 16 | static_cast<unsigned>(r) << 4 | static_cast<unsigned>(code);
 }
 
+// Complete only behind the barrier that follows look_at and check_repeats.
 struct ListFacts {
   unsigned fault;                 // the first one, or kNoFault
   int lengths[KDTREE_MAX_DEPTH];  // finite entries among those that a budget can reach
-  int low_bit;                    // exponent of the lowest bit set in any of them
-  unsigned largest;               // bits of the largest magnitude among them
+  int low_bit;                    // exponent of the lowest bit set in any of them, or kNoBit
   int positive;                   // whether one is above 0
 
   __device__ void clear(int thread) {
     if (thread < KDTREE_MAX_DEPTH) lengths[thread] = 0;
     if (thread == 0) {
       fault = kNoFault;
-      low_bit = 1000;
-      largest = 0;
+      low_bit = kNoBit;
       positive = 0;
     }
   }
@@ -97,19 +97,18 @@ __device__ inline void check_repeats(const Lists& lists, int* space, int capacit
       const int d = first + i / lists.width, r = i % lists.width, id = lists.id(d, r);
       if (!is_finite(lists.at(d, r))) continue;
       for (int before = 0; before < r; ++before)
-        if (lists.id(d, before) == id && is_finite(lists.at(d, before))) {
+        if (lists.id(d, before) == id) {  // behind one that is not finite an earlier fault stands anyway
           atomicMin(&facts->fault, pack_fault(d, r, KDTREE_REQUEST_REPEATED));
           break;
         }
     }
-    __syncthreads();
   }
 }
 
-// Reads every entry once and fills `facts` (cleared before). reach: ranks that the budget can reach.
+// Reads every entry once and adds to `facts`, which was cleared. reach: ranks that the budget can reach.
 __device__ inline void look_at(const Lists& lists, int reach, int vocab_size, bool checked, ListFacts* facts) {
-  int low_bit = 1000;
-  unsigned largest = 0, fault = kNoFault;
+  int low_bit = kNoBit;
+  unsigned fault = kNoFault;
   bool positive = false;
   for (int i = threadIdx.x; i < lists.depths * lists.width; i += blockDim.x) {
     const int d = i / lists.width, r = i % lists.width;
@@ -119,21 +118,17 @@ __device__ inline void look_at(const Lists& lists, int reach, int vocab_size, bo
     const float x = lists.at(d, r);
     if (r >= reach || !is_finite(x)) continue;
     if (x != 0) low_bit = min(low_bit, lowest_bit(x));
-    largest = max(largest, __float_as_uint(x) & 0x7fffffffu);
     positive |= x > 0;
     if (r + 1 == reach || !is_finite(lists.at(d, r + 1))) atomicMax(&facts->lengths[d], r + 1);
   }
   low_bit = __reduce_min_sync(kAllLanes, low_bit);
-  largest = __reduce_max_sync(kAllLanes, largest);
   fault = __reduce_min_sync(kAllLanes, fault);
   positive = __any_sync(kAllLanes, positive);
   if (lane_id() == 0) {
     atomicMin(&facts->low_bit, low_bit);
-    atomicMax(&facts->largest, largest);
     if (fault != kNoFault) atomicMin(&facts->fault, fault);
     if (positive) atomicOr(&facts->positive, 1);
   }
-  __syncthreads();
 }
 
 }  // namespace kdtree

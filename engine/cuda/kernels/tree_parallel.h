@@ -2,9 +2,10 @@
 // budget.
 //
 // Every rank tuple has one score, so the order of popping is the order of (-score, rank tuple), and a parent never
-// comes after its child as long as no log-probability is positive. Where all of them are multiples of one power of two
-// and small enough, their sums are exact in any order (ddtree-spec.md), so a score is an integer cost: 32 bits, since
-// only costs up to that of the B-th node count. The steps:
+// comes after its child as long as no log-probability is positive. All of them are whole multiples of one power of two,
+// so a score is a whole cost. Costs of 32 bits are enough: float64 sums of up to 2^53 units are exact in any order
+// (ddtree-spec.md), so the contract's order of operations gives every node up to the threshold just this score, and
+// rounds no dearer one to below it. The steps:
 //   bound     a cost below which B nodes lie for certain
 //   estimate  histograms of the lists, convolved: how many nodes lie below which cost, and so a tighter threshold
 //   expand    all nodes up to the threshold, depth by depth; their number must lie in [B, room], else another threshold
@@ -16,7 +17,7 @@
 
 namespace kdtree {
 
-constexpr uint32_t kTooDear = 0xffffffffu;  // of a list entry whose cost has no 32 bits
+constexpr uint32_t kTooDear = 0xffffffffu;  // any cost that needs more than 32 bits
 constexpr int kMostTries = 40;              // a bisection of 32 bits ends before
 
 // Integer costs of list entries: those of the first ranks from shared memory, the rest from the list itself.
@@ -27,11 +28,8 @@ struct Costs {
   uint32_t* near;
   int near_ranks;
 
-  __device__ uint64_t exact(int d, int r) const {
-    return static_cast<uint64_t>(-static_cast<double>(lists.at(d, r)) * scale);
-  }
   __device__ uint32_t far(int d, int r) const {
-    const uint64_t cost = exact(d, r);
+    const double cost = -static_cast<double>(lists.at(d, r)) * scale;
     return cost < kTooDear ? static_cast<uint32_t>(cost) : kTooDear;
   }
   __device__ uint32_t operator()(int d, int r) const { return r < near_ranks ? near[d * near_ranks + r] : far(d, r); }
@@ -55,16 +53,8 @@ __device__ inline double power_of_two(int exponent) {
   return __longlong_as_double(static_cast<long long>(1023 + exponent) << 52);
 }
 
-// Whether every sum of one entry a depth is an exact multiple of 2^low_bit, in any order, and none is positive.
-__device__ inline bool sums_are_exact(const ListFacts& facts, int depths) {
-  if (facts.positive) return false;
-  if (facts.low_bit == 1000) return true;  // zeros only
-  const double span = static_cast<double>(__uint_as_float(facts.largest)) * depths;
-  return span < power_of_two(53) * power_of_two(facts.low_bit);
-}
-
 struct Frontier {
-  uint64_t bound;   // B nodes, or all there are, cost at most this
+  uint64_t bound;   // B nodes, or all there are, cost at most this; kTooDear or more: it is not known
   float all_nodes;  // how many there are; saturates
   int depths;       // rows before the first empty one
 };
@@ -79,7 +69,7 @@ __device__ inline void find_bound(const Costs& costs, int depths, int budget, Fr
     for (; used < depths && costs.lengths[used] > 0; ++used) {
       level = fminf(level * static_cast<float>(costs.lengths[used]), 1e9f);
       all = fminf(all + level, 1e9f);
-      dearest += costs.exact(used, costs.lengths[used] - 1);
+      dearest += costs.far(used, costs.lengths[used] - 1);
     }
     *out = Frontier{dearest, all, used};
   }
@@ -95,11 +85,11 @@ __device__ inline void find_bound(const Costs& costs, int depths, int budget, Fr
     if (nodes < budget) ++wide;
     nodes = 1;
     uint64_t cost = 0;
-    for (int d = 0; d < first; ++d) cost += costs.exact(d, 0);
+    for (int d = 0; d < first; ++d) cost += costs.far(d, 0);
     for (int d = first; d < first + levels; ++d) {
       const int ranks = min(wide, costs.lengths[d]);
       nodes *= ranks;
-      cost += costs.exact(d, ranks - 1);
+      cost += costs.far(d, ranks - 1);
     }
     if (nodes >= budget && cost < best) best = cost;
   }
@@ -163,11 +153,10 @@ __device__ inline uint32_t estimate(const Costs& costs, int depths, int reach, u
 }
 
 // All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples. Returns how
-// many; more than `room` (and an unusable scratch) if they are more.
+// many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind the next barrier.
 __device__ inline int expand(const Costs& costs, int depths, uint32_t threshold, int room, const TreeScratch& s,
                              BlockScan& scan) {
-  int begin = 0, end = costs.up_to(0, threshold);
-  if (end > room) return room + 1;
+  int begin = 0, end = costs.up_to(0, threshold);  // at most the budget, which is less than the room
   for (int i = threadIdx.x; i < end; i += blockDim.x) {
     s.costs[i] = costs(0, i);
     s.parents[i] = kNone;
@@ -214,7 +203,6 @@ __device__ inline int expand(const Costs& costs, int depths, uint32_t threshold,
   }
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += blockDim.x)
     s.starts[i] = static_cast<uint16_t>(end);
-  __syncthreads();
   return end;
 }
 

@@ -1,7 +1,7 @@
 // The tree one node after the other, as the contract words it: by one warp with a list of pending candidates.
 //
-// For lists whose sums round or grow (ddtree-spec.md, "Facts that allow a parallel builder") and for ties so wide that
-// no threshold cuts near the budget. Slow, and right for every list.
+// For lists whose sums may round (ddtree-spec.md, "Facts that allow a parallel builder") or grow, and for ties so wide
+// that no threshold cuts near the budget. Slow, and right for every list.
 #pragma once
 
 #include "kernels/tree_lists.h"
@@ -31,7 +31,8 @@ struct SerialTree {
         pending(reinterpret_cast<Candidate*>(scratch.rest)),
         scores(reinterpret_cast<double*>(pending + budget + 2)) {}
 
-  // Whether slot a comes before slot b; an empty one never does, and -1 is none.
+  // Whether slot a comes before slot b; an empty one never does, and -1 is none. A candidate waits only after its
+  // prefix became a node, so of two none extends the other.
   __device__ bool before(int a, int b) const {
     if (a < 0 || pending[a].depth == kNone) return false;
     if (b < 0 || pending[b].depth == kNone) return true;
@@ -46,7 +47,7 @@ struct SerialTree {
       rank_x = s.ranks[up_x];
       rank_y = s.ranks[up_y];
     }
-    return difference != 0 ? difference < 0 : x.depth < y.depth;
+    return difference < 0;
   }
 
   // Called by one whole warp. Fills parents, ranks, depths, places, order, scores; starts: first child, costs: next
