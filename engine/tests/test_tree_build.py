@@ -10,7 +10,7 @@ import pytest
 
 import kdtr
 from engine.sources import CHECKOUT
-from engine.tests.backends import to_device, to_host
+from engine.tests.backends import is_host, to_device, to_host
 from engine.tests.tree_checks import ROUTES, assert_routes, assert_same, built, check, heap_built
 from engine.tests.tree_lists import KINDS, drawn_options, ids_of, lists_of, mixed_batch, size_of, spoiled, wanted
 
@@ -318,6 +318,16 @@ def test_a_request_in_a_batch_gets_the_bytes_it_gets_alone(ops):
     order = rng.permutation(requests)
     shuffled = built(ops, lp[order], ids[order], 64, **{name: array[order] for name, array in own.items()})
     assert_same(shuffled, {name: array[order] for name, array in batch.items()}, "shuffled")
+
+
+def test_the_order_in_which_threads_run_changes_nothing(ops, monkeypatch):
+    """Case C02. On the CPU the order of warps, lanes and requests is another one for each seed."""
+    rng = np.random.default_rng(21)
+    lp, ids = mixed_batch(rng)
+    first = check(ops, lp, ids, 70)
+    for seed in range(1, 6 if is_host(ops) else 100):
+        monkeypatch.setenv("KDTREE_HOST_SEED", str(seed))
+        assert_same(built(ops, lp, ids, 70), first, f"order {seed}")
 
 
 def test_what_lies_beyond_a_depth_limit_is_not_looked_at(ops):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from engine import abi
 from engine.abi import AlignmentError, PointerError, SizeError, UnsupportedError, VersionError
 from engine.arrays import view
+from engine.ops import Ops
 from engine.tests.backends import guarded, is_host, to_device
 from engine.tests.tree_checks import assert_same, built, outputs
 from engine.tests.tree_lists import lists_of, mixed_batch
@@ -197,6 +199,24 @@ def test_a_device_with_little_shared_memory_is_given_what_it_has(ops, monkeypatc
     monkeypatch.setenv("KDTREE_HOST_SHARED_MEMORY", "30000")
     with pytest.raises(UnsupportedError, match=r"at least \d+ bytes of shared memory.* 30000"):
         built(ops, lp, ids, 512)
+
+
+def test_calls_of_different_sizes_from_several_threads(ops):
+    """Each thread has an Ops of its own; kernels, and how much shared memory they may have, are the process's."""
+    rng = np.random.default_rng(22)
+    sizes = (((1, 1, 2), 1), ((1, 31, 600), 600))
+    cases = [(*lists_of("drafter", rng, shape), budget) for shape, budget in sizes]
+    alone = [built(ops, lp, ids, budget) for lp, ids, budget in cases]
+
+    def work(case):
+        lp, ids, budget = cases[case]
+        own = Ops(ops.library, ops.memory)
+        for _ in range(30):
+            assert_same(built(own, lp, ids, budget), alone[case])
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, i % 2) for i in range(4)]:
+            done.result()
 
 
 # --- logits -> trees --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import abi
-from engine.tests.backends import is_host
+from engine.tests.backends import is_host, to_device, to_host
 from engine.tests.tree_checks import assert_routes, assert_same, built, heap_built
 from engine.tests.tree_lists import KINDS, drawn_options, lists_of, size_of, spoiled, wanted
 
@@ -43,6 +43,23 @@ def test_many_trees_are_those_of_the_heap(ops):
     assert routes["none"] > refused
     assert routes["serial"] > CASES[backend] / 100
     assert routes["parallel"] > CASES[backend] / 3
+
+
+def test_the_most_requests_of_the_largest_budget(ops):
+    """More than 2^31 words of visibility: the last request is the first one's twin."""
+    if is_host(ops):
+        pytest.skip("65,535 blocks of 1,024 threads take the CPU minutes")
+    if ops.library.device().total_memory < 24 * 2**30:
+        pytest.skip("needs 24 GiB of device memory")
+    requests, budget = abi.MAX_REQUESTS, abi.MAX_BUDGET
+    lp, ids = lists_of("drafter", np.random.default_rng(2), (1, 2, 64), ends=0)
+    expected = heap_built(ops, lp, ids, budget)
+    lists = (to_device(ops, np.repeat(array, requests, axis=0)) for array in (lp, ids))
+    trees = ops.tree_build(*lists, budget, arrays=("visibility",))
+    for request in (0, requests - 1):
+        one = slice(request, request + 1)
+        found = {name: to_host(ops, getattr(trees, name)[one]) for name in ("tokens", "scores", "visibility", "status")}
+        assert_same(found, {name: expected[name] for name in found}, f"request {request}")
 
 
 def mixed(rng, kinds, depth, width):
