@@ -30,7 +30,7 @@ void Trace::write(const std::string& path) const {
                               : array.dtype == "f64" ? kdtr::DType::f64
                                                      : kdtr::DType::i32;
     out.add_bytes(name, dtype, {array.shape.begin(), array.shape.end()}, array.bytes.data(), array.bytes.size(),
-                  kdtr::Role::expected, {});
+                  kdtr::Role::intermediate, {});
   }
   out.save(path);
 }
