@@ -340,7 +340,8 @@ class Library:
 
 
 class RequestError(ValueError):
-    """What the device found wrong in one request. code, place, detail: as kdtree_request_status says.
+    """What the device found wrong in one request. code, place, detail: as kdtree_request_status says; of a row of the
+    prompt, which has no node, place is -1 and detail the position.
 
     of_logits: whether detail is a token id (True), a rank (False), or either (None), where both can be.
     """
@@ -369,7 +370,7 @@ def _described(code: int, place: int, detail: int, of_logits: bool | None) -> st
             return f", depth {place}, rank {detail}: the token id stands twice in this list"
         case 6:
             reason = "the target's logits hold NaN or have no finite maximum, so no token can be chosen"
-            return f", node {place}: {reason}"
+            return f", position {detail}: {reason}" if place < 0 else f", node {place}: {reason}"
         case 7:
             return f", node {place}: parent {detail} does not precede it"
         case 8:

@@ -1,0 +1,234 @@
+"""The native engine: a target, perhaps a drafter, and the caches of its requests, on one device.
+
+    with Engine.load("target.kdtr", "drafter.kdtr") as engine:
+        plain = engine.generate(tokens, method="ar", max_new_tokens=64)
+        tree = engine.generate(tokens, method="ddtree", max_new_tokens=64, budget=64)
+
+The models are KDTR files or Hugging Face folders. Methods: "ar" plain decoding, "chain" one drafted chain a round,
+"ddtree" one tree a round. An engine serves one thread and has one run at a time; several engines may live side by side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+
+from engine import checkpoint, decode_abi
+from engine.abi import Library, SizeError, UnsupportedError
+from engine.decode_abi import ATTENTIONS, GEMMS, METHODS, Handle
+from engine.generation import Generation
+from engine.request import Options, Prompt, Request
+from engine.run import Run
+
+Method = Literal["ar", "chain", "ddtree"]
+Listener = Callable[[int, tuple[int, ...]], object]  # (number of the request, tokens of one round)
+
+DEFAULT_CAPACITY = 2048
+DEFAULT_BUDGET = 64
+
+
+class Engine:
+    """Made by `load`; frees everything at `close`, or at the end of a `with`.
+
+    Sizes of the models: vocab_size, hidden_size, layers, block_size. Bytes: of a cache row, weights, caches, scratch.
+    """
+
+    def __init__(self, decoder: Handle, max_requests: int, max_budget: int):
+        self._decoder, self.max_requests, self.max_budget = decoder, max_requests, max_budget
+        self._run: weakref.ref[Run] | None = None
+        info = decode_abi.DecoderInfo(struct_size=ctypes.sizeof(decode_abi.DecoderInfo))
+        decoder.call("query", ctypes.byref(info))
+        self.vocab_size, self.hidden_size, self.layers = info.vocab_size, info.hidden_size, info.layers
+        self.block_size, self.row_bytes = info.block_size, info.row_bytes
+        self.model_bytes, self.cache_bytes, self.scratch_bytes = info.model_bytes, info.cache_bytes, info.scratch_bytes
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        dtype: str = "float32",
+        kind: Literal["cuda", "host"] = "cuda",
+        device: int = 0,
+        max_requests: int = 1,
+        capacity: int = DEFAULT_CAPACITY,
+        max_budget: int = DEFAULT_BUDGET,
+        block_size: int = 0,
+        prefill_rows: int = 0,
+        cache_block_size: int = 0,
+        gemm: str = "row_invariant",
+        attention: str = "exact",
+        library: Library | None = None,
+    ) -> Engine:
+        """The engine on a device. kind "host": the same kernels executed on the CPU, slowly, for tests.
+
+        capacity: cache rows of a request. block_size 0: the drafter's own, without one 16. prefill_rows: prompt rows of
+        all requests in one pass, 0: 256. cache_block_size: rows of a cache block, 0: contiguous caches. library: one
+        that is loaded already. Raises CheckpointError, BuildError, EngineError.
+        """
+        if dtype != "float32":
+            raise UnsupportedError(f"dtype is {dtype!r}: the engine computes in float32 only")
+        numbers = {
+            "gemm": _number("gemm", gemm, GEMMS),
+            "attention": _number("attention", attention, ATTENTIONS),
+            "device": device,
+            "max_requests": max_requests,
+            "capacity": capacity,
+            "max_budget": max_budget,
+            "block_size": block_size,
+            "prefill_rows": prefill_rows,
+            "cache_block_size": cache_block_size,
+        }
+        if wrong := [name for name, value in numbers.items() if not 0 <= value < 2**31]:
+            raise SizeError(f"{wrong[0]} is {numbers[wrong[0]]}, it must be in 0..{2**31 - 1}")
+        if library is None:
+            from engine import build
+
+            library = Library(build.library(kind))
+        models = []
+        try:
+            models = [checkpoint.load(library, target, "model")]
+            if drafter is not None:
+                models.append(checkpoint.load(library, drafter, "drafter"))
+            args = decode_abi.DecoderArgs(
+                struct_size=ctypes.sizeof(decode_abi.DecoderArgs),
+                target=models[0].address,
+                drafter=models[1].address if drafter is not None else None,
+                **numbers,
+            )
+            decoder = Handle(library, "decoder", ctypes.byref(args))
+        finally:
+            for model in models:
+                model.close()
+        return cls(decoder, max_requests, max_budget)
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        method: Method = "ddtree",
+        *,
+        keep_traces: bool = False,
+        keep_logits: bool = False,
+        stream: int = 0,
+    ) -> Run:
+        """A run of at most max_requests requests, to be made round by round or stage by stage.
+
+        stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
+        another run is open.
+        """
+        if method not in METHODS:
+            raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+        made = Run(
+            self._decoder,
+            self.vocab_size,
+            self.max_budget,
+            list(requests),
+            method,
+            keep_traces=keep_traces,
+            keep_logits=keep_logits,
+            stream=stream,
+        )
+        self._run = weakref.ref(made)
+        return made
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt,
+        *,
+        method: Method = ...,
+        on_tokens: Listener | None = ...,
+        keep_traces: bool = ...,
+        keep_logits: bool = ...,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        method: Method = ...,
+        on_tokens: Listener | None = ...,
+        keep_traces: bool = ...,
+        keep_logits: bool = ...,
+        **options: Unpack[Options],
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        method: Method = "ddtree",
+        on_tokens: Listener | None = None,
+        keep_traces: bool = False,
+        keep_logits: bool = False,
+        **options: Unpack[Options],
+    ) -> Any:
+        """Decode one prompt (tokens [P]) to a Generation, or several, max_requests at most, to a list.
+
+        options: fields of Request, for all prompts; of several, some may be Requests of their own. on_tokens(request,
+        tokens) is called after each round with what it gave. Raises EngineError; RequestError for a request that is
+        refused, before anything runs; DecodeError for one that failed, once the others are done.
+        """
+        single = _is_prompt(prompts)
+        asked = [p if isinstance(p, Request) else Request(p, **options) for p in ([prompts] if single else prompts)]
+        with self.run(asked, method, keep_traces=keep_traces, keep_logits=keep_logits) as run:
+            _finish(run, on_tokens)
+            done = [run.generation(r) for r in range(run.requests)]
+            errors = [error for r in range(run.requests) if (error := run.error(r)) is not None]
+        if errors:
+            errors[0].generations = done
+            for other in errors[1:]:
+                errors[0].add_note(str(other))
+            raise errors[0]
+        return done[0] if single else done
+
+    def close(self) -> None:
+        """Ends an open run as well."""
+        run = self._run() if self._run is not None else None
+        if run is not None:
+            run.close()
+        self._decoder.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _finish(run: Run, on_tokens: Listener | None) -> None:
+    """Prompts and all rounds of a run."""
+    told = [0] * run.requests
+
+    def tell() -> None:
+        for request in range(run.requests):
+            if on_tokens is not None and (new := run.tokens(request, told[request])):
+                told[request] += len(new)
+                on_tokens(request, new)
+
+    active = run.prefill()
+    tell()
+    while active:
+        active = run.round()
+        tell()
+
+
+def _is_prompt(prompts: Any) -> bool:
+    """Whether this is one prompt and not several."""
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim < 2
+    return not len(prompts) or not isinstance(prompts[0], Sequence | np.ndarray | Request)
+
+
+def _number(name: str, word: str, words: tuple[str, ...]) -> int:
+    if word not in words:
+        raise ValueError(f"{name} is {word!r}, expected one of {', '.join(words)}")
+    return words.index(word)
