@@ -70,7 +70,7 @@ Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const
   cache_.layer_stride = rows_of_layer * cache_.row_stride;
   cache_memory_ = DeviceBuffer(static_cast<size_t>(layers * cache_.layer_stride));
   // Bits of a NaN, so that the use of a row never written shows.
-  require_cuda(cudaMemset(cache_memory_.data(), 0xff, cache_memory_.bytes()), "cudaMemset");
+  cache_memory_.fill(0xff);
   cache_.base = cache_memory_.data();
 }
 

@@ -51,6 +51,12 @@ class DeviceBuffer {
 
   unsigned char* data() const { return static_cast<unsigned char*>(data_); }
   size_t bytes() const { return bytes_; }
+  // Every byte; done when the call returns, so that no stream can come before it.
+  void fill(int value) {
+    if (bytes_ == 0) return;
+    require_cuda(cudaMemset(data_, value, bytes_), "cudaMemset");
+    require_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  }
 
  private:
   void* data_ = nullptr;
@@ -69,7 +75,7 @@ class Arena {
   // undefined.
   void allocate() {
     buffer_ = DeviceBuffer(total_);
-    if (total_ > 0) require_cuda(cudaMemset(buffer_.data(), 0, total_), "cudaMemset");
+    buffer_.fill(0);
     for (const Slot& slot : slots_) *slot.array = buffer_.data() + slot.offset;
   }
   size_t bytes() const { return total_; }
