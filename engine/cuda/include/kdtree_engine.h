@@ -68,8 +68,7 @@ typedef enum kdtree_dtype { KDTREE_F32 = 0, KDTREE_BF16 = 1 } kdtree_dtype;
 typedef enum kdtree_route {
   KDTREE_ROUTE_NONE = 0,     /* root alone: nothing to build, or refused */
   KDTREE_ROUTE_PARALLEL = 1, /* threshold, expand, sort */
-  KDTREE_ROUTE_SERIAL =
-      2 /* one warp with a pending list: a positive log-probability, costs beyond 32 bits, one huge tie */
+  KDTREE_ROUTE_SERIAL = 2    /* one warp with a pending list: lp above 0, costs beyond 32 bits, one huge tie */
 } kdtree_route;
 
 /* Why the last call of this thread failed, with the numbers; "" after one that did not. Valid until the next call. */
@@ -129,14 +128,13 @@ KDTREE_API kdtree_status kdtree_topk_logprob(const kdtree_topk_logprob_args* arg
  * Past node n every array holds the filler: -1 in parents, first_child, next_sibling and paths, 0 elsewhere. */
 typedef struct kdtree_tree_build_args {
   uint32_t struct_size;
-  int32_t requests;    /* R, 1..65535 */
-  int32_t depth_limit; /* L, 0..31 */
-  int32_t width;       /* K, 0..1024 */
-  int32_t budget;      /* B, 0..1024 */
-  int32_t vocab_size;  /* ids must lie below it; 0: not known */
-  int32_t checked;     /* 1: the lists come from kdtree_topk_logprob and need no check */
-  int32_t
-      shared_memory_limit; /* bytes of shared memory a block may use, static ones included; 0: what the device has */
+  int32_t requests;            /* R, 1..65535 */
+  int32_t depth_limit;         /* L, 0..31 */
+  int32_t width;               /* K, 0..1024 */
+  int32_t budget;              /* B, 0..1024 */
+  int32_t vocab_size;          /* ids must lie below it; 0: not known */
+  int32_t checked;             /* 1: the lists come from kdtree_topk_logprob and need no check */
+  int32_t shared_memory_limit; /* bytes a block may use, static ones included; 0: what the device has */
 
   const float* lp;               /* [R, L, K] log-probabilities, best first; -inf ends a list */
   const int32_t* ids;            /* [R, L, K] */
