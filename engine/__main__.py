@@ -1,4 +1,4 @@
-"""python -m engine build | info | toolkit: builds the engine, says what is there and what is missing and why."""
+"""python -m engine build | info | toolkit | generate: builds the engine, says what is there, decodes with it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine import abi, build, contents, device, sources, toolkit
+from engine import abi, build, contents, device, generate, sources, toolkit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 for a library whose contents are not as they should be; 2 for what cannot be built."""
+    """Exit status: 0; 1 for a library whose contents are not as they should be, or a decoding that failed on the way; 2
+    for what cannot be built or done."""
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except (build.BuildError, ValueError) as error:
+    except (build.BuildError, abi.EngineError, ValueError) as error:
         print(f"engine: {error}", file=sys.stderr)
         return 2
     return status
@@ -42,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("toolkit", help="print the folder of the CUDA toolkit, or run a command with it")
     command.add_argument("command", nargs=argparse.REMAINDER, help="run with CUDA_HOME and PATH set to the toolkit")
     command.set_defaults(run=_toolkit)
+    command = commands.add_parser("generate", help="decode a prompt, show text as it comes, then speed and rounds")
+    generate.configure(command)
+    command.set_defaults(run=generate.command)
     return parser
 
 
