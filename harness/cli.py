@@ -92,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(given: argparse.Namespace, systems: Systems) -> int:
     chosen = cases.select(cases.SUITES[given.suite], given.select)
-    on_gpu = any(cases.GPU in each.arms and isinstance(each.case, cases.Builder | cases.Logits) for each in chosen)
+    kinds = cases.Builder | cases.Logits | cases.Decode
+    on_gpu = any(cases.GPU in each.arms and isinstance(each.case, kinds) for each in chosen)
     environment = _captured(engine=on_gpu)
     path = given.out / ROWS
     old: list[Row] = []

@@ -21,10 +21,11 @@ from datasets.evaluation.statistics import LOOPING_BELOW, distinct_ratio
 from harness import stats, timing
 from harness.cases import AR, GPU, Arm, Chosen, Curve, Decode, digest
 from harness.environment import CHECKOUT
+from harness.gpu_builders import NoGpuError
 from harness.parity import Check, Decoding, check_accepted, check_tokens, check_tree, combine, reason, target_margin
 from harness.records import RecordedTree, Row, Timing
-from harness.systems import Bench
-from harness.timing import Stages, cpu_clock, interleave, staged_timing, stages_of
+from harness.systems import Bench, Decoder
+from harness.timing import Stages, cpu_clock, interleave, staged_timing
 from reference.loop import Generation, Options, Round, tau
 from reference.sampling import GREEDY, SamplingParams, choice_margins, choose_rows
 
@@ -67,18 +68,50 @@ def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambd
     held = units(case, bench.seed)
     draws = [(unit.sampling.seed if case.temperature else 0) for unit in held]
     case_hash = digest(case, pair.digest, *(unit.prompt.tokens for unit in held), *draws)
-    if bench.is_done(chosen, case_hash):
+    native = {f"{GPU}-{arm.name}": arm for arm in case.decodings}
+    expected = [arm for arm in chosen.arms if arm != GPU]
+    if GPU in chosen.arms and bench.engine is not None:
+        expected += native
+    if bench.is_done(replace(chosen, arms=tuple(expected)), case_hash):
         return
     arms = {arm.name: arm for arm in case.decodings if arm == AR or arm.name in chosen.arms}
+    truth: dict[int, Generation] | None = None
     if arms.keys() != {AR.name} or AR.name in chosen.arms:
-        run = _Run(bench, case, case_hash, params, held, arms)
+        run = _Run(bench, case, case_hash, params, held, arms, bench.decoder)
         yield from run.rows(progress)
-    if GPU in chosen.arms:
-        yield from bench.not_run(case, "decode", [GPU], bench.gpu_missing, case_hash=case_hash, params=params)
+        truth = run.found[AR.name]
+    if GPU not in chosen.arms:
+        return
+    try:
+        decoder = bench.need_engine()
+        if truth is None:
+            truth = {i: _decode(bench, bench.decoder, case, AR, unit) for i, unit in enumerate(held)}
+        if len(truth) < len(held):
+            raise NoGpuError("plain decoding by the reference failed")
+    except NoGpuError as error:
+        yield from bench.not_run(case, "decode", [GPU], str(error), case_hash=case_hash, params=params)
+        return
+    yield from _Run(bench, case, case_hash, params, held, native, decoder, truth).rows(progress)
+
+
+def _decode(bench: Bench, decoder: Decoder, case: Decode, arm: Arm, unit: _Unit) -> Generation:
+    return decoder.decode(arm, unit.prompt.tokens, case.block_size, _options(bench, case, unit))
+
+
+def _options(bench: Bench, case: Decode, unit: _Unit) -> Options:
+    return {
+        "max_new_tokens": case.max_new_tokens,
+        "sampling": unit.sampling,
+        "stop_tokens": bench.pair.stop_tokens,
+    }
 
 
 class _Run:
-    """The measurement of one case."""
+    """The measurement of one case by one decoder: arms by the names of their rows, the first of them plain decoding.
+
+    truth: what the reference decodes, by prompt; None where `decoder` is the reference, whose plain decoding is then
+    checked against one pass over the whole output.
+    """
 
     def __init__(
         self,
@@ -88,15 +121,18 @@ class _Run:
         params: Mapping[str, Any],
         held: Sequence[_Unit],
         arms: Mapping[str, Arm],
+        decoder: Decoder,
+        truth: Mapping[int, Generation] | None = None,
     ):
         self.bench, self.case, self.case_hash, self.params, self.held, self.arms = (
             bench,
             case,
             case_hash,
-            {**params, "system": bench.decoder.name},
+            {**params, "system": decoder.name},
             held,
             arms,
         )
+        self.decoder, self.truth, self.base = decoder, truth, next(iter(arms))
         self.found: dict[str, dict[int, Generation]] = {name: {} for name in arms}
 
     def rows(self, progress: Callable[[float], None]) -> Iterator[Row]:
@@ -112,18 +148,20 @@ class _Run:
         measured = interleave(
             {name: self._call(arm, now) for name, arm in self.arms.items()},
             samples=len(self.held),
-            clock=self.bench.decoder.clock,
+            clock=self.decoder.clock,
+            launch=self.decoder.launch,
+            reader=self.decoder.reader,
             begin=begin,
             inspect=keep,
             seconds=lambda result: float(result.decode_seconds),
             sample="prompt",
         )
-        if measured[AR.name].failure is not None:
+        if measured[self.base].failure is not None:
             for name, arm in measured.items():
-                why = arm.failure or f"plain decoding failed: {measured[AR.name].failure}"
+                why = arm.failure or f"plain decoding failed: {measured[self.base].failure}"
                 yield self._row(name, reason=why, timing=arm.timing)
             return
-        ratios = {i: distinct_ratio(result.tokens) for i, result in self.found[AR.name].items()}
+        ratios = {i: distinct_ratio(result.tokens) for i, result in self.found[self.base].items()}
         good = [i for i in ratios if ratios[i] >= LOOPING_BELOW]
         looping = [i for i in ratios if ratios[i] < LOOPING_BELOW]
         for suffix, numbers in (("", good), ("/looping", looping)):
@@ -140,15 +178,11 @@ class _Run:
         yield from self._staged(measured)
 
     def _call(self, arm: Arm, now: list[int]) -> Callable[[], Generation]:
-        return lambda: self._decode(arm, self.held[now[0]])
+        return lambda: _decode(self.bench, self.decoder, self.case, arm, self.held[now[0]])
 
-    def _decode(self, arm: Arm, unit: _Unit) -> Generation:
-        options: Options = {
-            "max_new_tokens": self.case.max_new_tokens,
-            "sampling": unit.sampling,
-            "stop_tokens": self.bench.pair.stop_tokens,
-        }
-        return self.bench.decoder.decode(arm, unit.prompt.tokens, self.case.block_size, options)
+    def _true(self, i: int) -> tuple[int, ...]:
+        """The tokens that every arm must give."""
+        return (self.truth[i] if self.truth is not None else self.found[self.base][i]).tokens
 
     def _measured_row(
         self,
@@ -161,11 +195,11 @@ class _Run:
         """The row of one arm over some of the prompts."""
         results = [self.found[name][i] for i in numbers]
         checks = [check for i in numbers for check in self._checks(name, i)]
-        truth = "one pass over the whole output" if name == AR.name else AR.name
+        truth = "one pass over the whole output" if self.truth is None and name == self.base else AR.name
         label = f"{self.case.id}{suffix}-{name}".replace("/", "-")
         parity = combine(truth, checks, self.bench.folder, label)
         samples = _some(measured[name].timing, measured[name].numbers, numbers)
-        base = _some(measured[AR.name].timing, measured[AR.name].numbers, numbers)
+        base = _some(measured[self.base].timing, measured[self.base].numbers, numbers)
         metrics, nulls = self._metrics(results, samples, base)
         metrics |= {"distinct8": float(np.mean([ratios[i] for i in numbers])), "prompts": len(numbers)}
         return self._row(
@@ -188,17 +222,17 @@ class _Run:
             "decode",
             name,
             name=self.case.id + suffix,
-            against=None if name == AR.name else AR.name,
+            against=None if name == self.base else self.base,
             params={**self.params, "budget": arm.budget, "looping": bool(suffix)},
             **fields,
         )
 
     def _checks(self, name: str, i: int) -> Iterator[Check]:
         """Tokens against plain decoding, accepted counts against the true output, trees against the reference's."""
-        unit, result, truth = self.held[i], self.found[name][i], self.found[AR.name][i].tokens
+        unit, result, truth = self.held[i], self.found[name][i], self._true(i)
         target = self.bench.pair.target
         label = unit.prompt.id
-        if name == AR.name:
+        if self.truth is None and name == self.base:
             yield check_one_pass(label, target, unit.prompt.tokens, truth, unit.sampling)
             return
         tokens = check_tokens(
@@ -233,7 +267,7 @@ class _Run:
         decode_s = sum(s for s in samples.samples_s if s is not None)
         tokens = sum(len(result.tokens) for result in results)
         means = [result.tau for result in results if result.rounds]
-        draft, verify = (sum(r.seconds[stage] for r in rounds) / max(len(rounds), 1) for stage in ("draft", "verify"))
+        draft, verify = (_mean_stage(rounds, stage) for stage in ("draft", "verify"))
         numbers = {
             "tau": stats.Number(tau(rounds)),
             "tau_mean": stats.Number(float(np.mean(means)) if means else None, "no rounds"),
@@ -241,12 +275,14 @@ class _Run:
             "tpot_s": stats.ratio(decode_s, tokens),
             "ttft_s": stats.Number(float(np.median([result.prefill_seconds for result in results]))),
             "nodes_per_round": stats.ratio(sum(r.nodes for r in rounds), len(rounds)),
-            "draft_s": stats.Number(draft),
-            "verify_s": stats.Number(verify),
+            "draft_s": draft,
+            "verify_s": verify,
         }
         faster = stats.times_faster(base, samples)
         step = stats.ratio(sum(s for s in base.samples_s if s is not None), tokens)
-        numbers["loop_efficiency"] = stats.loop_efficiency(faster.value, tau(rounds), step.value, draft, verify)
+        numbers["loop_efficiency"] = stats.loop_efficiency(
+            faster.value, tau(rounds), step.value, draft.value, verify.value
+        )
         metrics: dict[str, float | int | None] = {"rounds": len(rounds), "tokens": tokens}
         metrics |= {name: number.value for name, number in numbers.items()}
         nulls = {f"metrics.{n}": v.reason or "not finite" for n, v in numbers.items() if v.value is None}
@@ -254,11 +290,11 @@ class _Run:
 
     def _staged(self, measured: Mapping[str, timing.Arm]) -> Iterator[Row]:
         """One more decoding of the first prompt for each staged arm, its time split into stages."""
-        for name in self.case.staged:
-            if name not in self.arms or measured[name].failure is not None:
+        for name, arm in self.arms.items():
+            if arm.name not in self.case.staged or measured[name].failure is not None:
                 continue
-            result, stages = self._split(self.arms[name])
-            unit, truth = self.held[0], self.found[AR.name][0].tokens
+            result, stages = self._split(arm)
+            unit, truth = self.held[0], self._true(0)
             margin = target_margin(self.bench.pair.target, unit.prompt.tokens, np.array(truth), unit.sampling)
             check = check_tokens(unit.prompt.id, truth, result.tokens, seed=unit.sampling.seed, margin=margin)
             parity = combine(AR.name, [check])
@@ -268,23 +304,20 @@ class _Run:
                 "stage",
                 name,
                 name=self.case.id.replace("decode/", "stage/", 1),
-                against=None if name == AR.name else AR.name,
+                against=None if name == self.base else self.base,
                 reason=reason(parity) or stages.problem,
                 params={**self.params, "budget": self.arms[name].budget},
                 parity=parity,
                 metrics={"rounds": len(result.rounds), "tokens": len(result.tokens)},
-                timing=staged_timing(stages, self.bench.decoder.clock.method),
+                timing=staged_timing(stages, self.decoder.clock.method),
                 stages=stages.seconds,
             )
 
     def _split(self, arm: Arm) -> tuple[Generation, Stages]:
         """The first prompt decoded, and its time by stage; anew where something else than a stage took time."""
-        clock = self.bench.decoder.clock
+        options = _options(self.bench, self.case, self.held[0])
         for _ in range(STAGED_TRIES):
-            start = clock.mark()
-            result = self._decode(arm, self.held[0])
-            around = clock.seconds(start, clock.mark()) - result.prefill_seconds
-            stages = stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
+            result, stages = self.decoder.split(arm, self.held[0].prompt.tokens, self.case.block_size, options)
             if stages.problem is None:
                 break
         return result, stages
@@ -387,6 +420,13 @@ def curve_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
             )
     if GPU in chosen.arms:
         yield from bench.not_run(case, "curve", [GPU], bench.gpu_missing, case_hash=case_hash)
+
+
+def _mean_stage(rounds: Sequence[Round], stage: str) -> stats.Number:
+    """Mean seconds of a stage in whole decodings."""
+    if not all(stage in r.seconds for r in rounds):
+        return stats.Number(None, "its stages are timed in runs of their own")
+    return stats.Number(sum(r.seconds[stage] for r in rounds) / max(len(rounds), 1))
 
 
 def _some(whole: Timing, numbers: Sequence[int], wanted: Sequence[int]) -> Timing:

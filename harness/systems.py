@@ -6,35 +6,42 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from datasets.evaluation.pair import Pair
-from harness import builders, gpu_builders
+from harness import builders, gpu_builders, gpu_decoder
 from harness.cases import GPU, Arm, Case, Chosen, digest
 from harness.environment import CHECKOUT
 from harness.records import Environment, Parity, Row, Scalar, Timing
-from harness.timing import Clock, cpu_clock
+from harness.timing import Clock, ClockReader, Stages, cpu_clock, stages_of
 from reference.dflash import DFlash
 from reference.loop import Generation, Options, ar_generate, chain_generate, ddtree_generate
 
 
 class Decoder(Protocol):
-    """A system that decodes. clock: what times it. name: "reference", "engine" ..."""
+    """A system that decodes. clock: what times it. name: "reference", "engine" ... reader: of a GPU's clocks."""
 
     name: str
+    launch: Literal["eager", "graph"] | None
     clock: Clock
+    reader: ClockReader | None
 
     def decode(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> Generation:
         """Decode one prompt. Rounds carry traces; seconds are those of `clock`."""
+
+    def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
+        """Decode one prompt, its time split into stages."""
 
 
 class ReferenceDecoder:
     """The loops of reference.loop on a target and a drafter, timed in processor time if NumPy has one thread."""
 
     name = "reference"
+    launch: Literal["eager", "graph"] | None = None
+    reader: ClockReader | None = None
 
     def __init__(self, pair: Pair):
         clock = cpu_clock()
@@ -52,6 +59,13 @@ class ReferenceDecoder:
         generate = chain_generate if arm.method == "chain" else ddtree_generate
         return generate(self._pair.target, self._drafters[block_size], prompt, **timed)
 
+    def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
+        """Its rounds always time themselves by stage; around them is what the prompt did not take."""
+        start = self.clock.mark()
+        result = self.decode(arm, prompt, block_size, options)
+        around = self.clock.seconds(start, self.clock.mark()) - result.prefill_seconds
+        return result, stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
+
 
 @dataclass(frozen=True)
 class Systems:
@@ -60,6 +74,7 @@ class Systems:
     decoder: Callable[[Pair], Decoder] = ReferenceDecoder
     builder: Callable[[str, NDArray[np.float32], NDArray[np.int32], int], builders.Build] = builders.make
     gpu: Callable[[str | None], gpu_builders.Gpu] = gpu_builders.open_gpu
+    engine: Callable[[Path, str | None], Decoder] = gpu_decoder.open_decoder
 
 
 @dataclass(frozen=True)
@@ -128,10 +143,28 @@ class Bench:
             raise self._gpu
         return self._gpu
 
+    @functools.cached_property
+    def _engine(self) -> Decoder | gpu_builders.NoGpuError:
+        try:
+            return self.systems.engine(self.models, self.environment.gpu_missing)
+        except gpu_builders.NoGpuError as error:
+            return error
+
+    @property
+    def engine(self) -> Decoder | None:
+        """The decoder on the GPU, None if there is none."""
+        return None if isinstance(self._engine, gpu_builders.NoGpuError) else self._engine
+
+    def need_engine(self) -> Decoder:
+        """The same. Raises NoGpuError, which says why."""
+        if isinstance(self._engine, gpu_builders.NoGpuError):
+            raise self._engine
+        return self._engine
+
     @property
     def gpu_missing(self) -> str:
-        """Why the GPU arms of whole decodings do not run."""
-        return self.environment.gpu_missing or "the native engine has no runner here"
+        """Why the GPU arms of curves and replays do not run."""
+        return self.environment.gpu_missing or "the native engine has no runner for cases of this kind"
 
     def row(
         self,

@@ -134,10 +134,11 @@ def settings(row: Row) -> tuple[Scalar, str | None]:
 
 
 def arm_label(row: Row) -> str:
-    """Name of an arm for people: "AR", "chain", "tree 64"; of others the arm itself."""
-    budget = re.fullmatch(r"ddtree-b(\d+)", row.arm)
+    """Name of an arm for people: "AR", "chain", "tree 64"; of others the arm itself. The system stands in headings."""
+    arm = row.arm.removeprefix("gpu-")
+    budget = re.fullmatch(r"ddtree-b(\d+)", arm)
     return {"ar": "AR", "heapq": "Python heapq", "cpp-heap": "C++ heap", "sglang-heapq": "SGLang's heapq"}.get(
-        row.arm, f"tree {budget[1]}" if budget else row.arm
+        arm, f"tree {budget[1]}" if budget else arm
     )
 
 

@@ -1,0 +1,150 @@
+"""The native engine among the decoders: its rows stand beside those of the reference, whose tokens it must give.
+
+A decoding is timed round by round on the host, whose wait for the device ends each round; prompts are read before.
+Stages are timed in a run of its own, which waits after each of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+import engine.generation as native
+from engine import build
+from engine.abi import EngineError, Library
+from engine.decode_abi import STAGES
+from engine.engine import Engine, Method
+from engine.request import Request
+from engine.run import Run
+from engine.toolkit import BuildError
+from harness.cases import Arm
+from harness.environment import SmiClockReader, gpu_uuid
+from harness.gpu_builders import NoGpuError
+from harness.timing import Clock, ClockReader, Stages, WallClock, stages_of
+from reference.loop import Generation, Options, Round, Trace
+from reference.sampling import GREEDY
+from reference.topk import TopK
+from reference.tree import Tree
+
+# An engine is made for at least as many, so that few are made.
+ROWS, BUDGET = 1024, 128
+
+
+def open_decoder(models: Path, missing: str | None) -> EngineDecoder:
+    """The engine on the GPU with the models of a folder. Raises NoGpuError. missing: why there is no GPU, if known."""
+    if missing is not None:
+        raise NoGpuError(missing)
+    try:
+        library = Library(build.library("cuda"))
+        card = library.device(0)
+    except (BuildError, EngineError) as error:
+        first = str(error).splitlines()[0] if str(error) else ""
+        raise NoGpuError(f"the engine cannot be used: {type(error).__name__}: {first}") from error
+    if not card.usable:
+        name = card.name.decode("utf-8", "replace")
+        raise NoGpuError(f"the engine cannot be used: it was built for {library.architectures}, not for {name}")
+    return EngineDecoder(models, library, SmiClockReader(uuid=gpu_uuid()))
+
+
+class EngineDecoder:
+    """target.kdtr and drafter.kdtr of a folder on engines: one a block size, made anew where it is too small."""
+
+    name = "engine"
+    launch: Literal["eager", "graph"] | None = "eager"
+
+    def __init__(self, models: Path, library: Library, reader: ClockReader | None = None, prefill_rows: int = 0):
+        """prefill_rows: prompt rows in one pass, 0: as the engine likes."""
+        self.clock: Clock = WallClock()
+        self.reader = reader
+        self._models, self._library, self._prefill_rows = models, library, prefill_rows
+        self._engines: dict[int, tuple[Engine, int]] = {}
+
+    def decode(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> Generation:
+        """Decode one prompt. Rounds carry traces and no stages. Raises EngineError, RequestError."""
+        with self._run(arm, prompt, block_size, options, keep_traces=True) as run:
+            active = run.prefill()
+            while active:
+                active = run.round()
+            return _finished(run)
+
+    def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
+        """Decode one prompt stage by stage, and its time by stage. Raises EngineError, RequestError."""
+        with self._run(arm, prompt, block_size, options, keep_traces=False) as run:
+            active = run.prefill()
+            start = time.perf_counter()
+            while active:
+                for stage in STAGES:
+                    active = run.stage(stage)
+            around = time.perf_counter() - start
+            result = _finished(run)
+        return result, stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
+
+    def _run(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, keep_traces: bool) -> Run:
+        sampling = options.get("sampling", GREEDY)
+        request = Request(
+            prompt,
+            options["max_new_tokens"],
+            arm.budget,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop_tokens=options.get("stop_tokens", ()),
+        )
+        rows = len(prompt) + request.max_new_tokens + arm.budget
+        engine = self._engine(block_size, rows, arm.budget)
+        return engine.run([request], cast(Method, arm.method), keep_traces=keep_traces)
+
+    def _engine(self, block_size: int, rows: int, budget: int) -> Engine:
+        held, capacity = self._engines.get(block_size, (None, 0))
+        if held is not None and rows <= capacity and budget <= held.max_budget:
+            return held
+        budget, capacity = max(budget, BUDGET), max(capacity, -(-rows // ROWS) * ROWS)
+        if held is not None:
+            budget = max(budget, held.max_budget)
+            held.close()
+        made = Engine.load(
+            self._models / "target.kdtr",
+            self._models / "drafter.kdtr",
+            capacity=capacity,
+            max_budget=budget,
+            block_size=block_size,
+            prefill_rows=self._prefill_rows,
+            library=self._library,
+        )
+        self._engines[block_size] = made, capacity
+        return made
+
+
+def _finished(run: Run) -> Generation:
+    if (error := run.error(0)) is not None:
+        raise error
+    made = run.generation(0)
+    rounds = tuple(_round(done) for done in made.rounds)
+    return Generation(made.tokens, rounds, made.finish_reason, made.prefill_seconds, made.cache_length)
+
+
+def _round(done: native.Round) -> Round:
+    trace = done.trace
+    return Round(
+        prefix_length=done.prefix_length,
+        nodes=done.nodes,
+        depth_limit=done.depth_limit,
+        path=done.path,
+        ranks=done.ranks,
+        seconds=done.seconds,
+        wall_seconds=done.wall_seconds,
+        trace=None if trace is None else _trace(trace),
+    )
+
+
+def _trace(trace: native.Trace) -> Trace:
+    lists, tree = trace.lists, trace.tree
+    return Trace(
+        None if lists is None else TopK(lists.ids, lists.lp, lists.logz),
+        Tree(tree.tokens, tree.parents, tree.depths, tree.ranks, tree.scores),
+        trace.choices,
+        trace.bonus,
+    )
