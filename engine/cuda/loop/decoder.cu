@@ -26,7 +26,7 @@ kdtree_decoder_args checked(kdtree_decoder_args args) {
 
 Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const TensorMap* drafter)
     : args_(checked(args)) {
-  require_cuda(cudaSetDevice(args_.device), "cudaSetDevice");
+  const OnDevice here(args_.device);
   std::vector<int> taps;
   if (drafter != nullptr) {
     const DrafterConfig config = DrafterConfig::read(*drafter);
@@ -61,8 +61,7 @@ Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const
     std::vector<int32_t> table(static_cast<size_t>(requests * blocks));
     for (size_t b = 0; b < table.size(); ++b) table[b] = static_cast<int32_t>(table.size() - 1 - b);
     table_memory_ = DeviceBuffer(table.size() * sizeof(int32_t));
-    require_cuda(cudaMemcpy(table_memory_.data(), table.data(), table_memory_.bytes(), cudaMemcpyHostToDevice),
-                 "cudaMemcpy");
+    copy_to_device(table_memory_.data(), table.data(), table_memory_.bytes());
     cache_.block_table = reinterpret_cast<const int32_t*>(table_memory_.data());
   } else {
     cache_.request_stride = static_cast<int64_t>(args_.capacity) * cache_.row_stride;

@@ -10,9 +10,7 @@ namespace {
 // Copies host values behind one another into device memory that was planned for them.
 template <typename T>
 void upload(const T* place, const std::vector<T>& values) {
-  if (!values.empty())
-    require_cuda(cudaMemcpy(const_cast<T*>(place), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
-                 "cudaMemcpy");
+  copy_to_device(const_cast<T*>(place), values.data(), values.size() * sizeof(T));
 }
 
 template <typename T>
@@ -144,14 +142,18 @@ Run::Run(Decoder* decoder, const kdtree_run_args& args)
               .status());
   if (decoder->busy) throw EngineFailure(KDTREE_SIZE, "kdtree_run_create: the engine has a run already");
   for (int r = 0; r < requests_; ++r) check_request(r, args.request[r], method_, decoder);
-  require_cuda(cudaSetDevice(decoder->args().device), "cudaSetDevice");
+  const OnDevice here(decoder->args().device);
   progress_.resize(static_cast<size_t>(requests_));
   make_buffers(args);
   decoder->busy = true;
 }
 
 Run::~Run() {
-  (void)cudaStreamSynchronize(stream_);  // nothing may still use the buffers
+  try {
+    const OnDevice here(decoder_->args().device);
+    (void)cudaStreamSynchronize(stream_);  // nothing may still use the buffers
+  } catch (const EngineFailure&) {         // nothing runs on a broken device
+  }
   decoder_->busy = false;
 }
 
@@ -349,6 +351,7 @@ void Run::choose(const float* logits, int rows, const int32_t* node_count, const
 
 void Run::prefill() {
   if (prefilled_) throw EngineFailure(KDTREE_SIZE, "kdtree_run_prefill: the prompts were read already");
+  const OnDevice here(decoder_->args().device);
   Buffers& d = *d_;
   const int chunk = decoder_->prompt_width();
   const size_t requests = static_cast<size_t>(requests_);
@@ -592,6 +595,7 @@ int Run::round() {
   if (next_stage_ != KDTREE_STAGE_DRAFT)
     throw EngineFailure(KDTREE_SIZE, "kdtree_run_round: a round in steps is not at its end");
   if (active() == 0) return 0;
+  const OnDevice here(decoder_->args().device);
   std::fill(seconds_, seconds_ + 4, 0.0);
   started_ = Clock::now();
   draft(nullptr);
@@ -607,6 +611,7 @@ int Run::stage(int stage, Trace* trace) {
     throw EngineFailure(KDTREE_SIZE, "kdtree_run_stage: stage " + std::to_string(stage) + " asked for, " +
                                          std::to_string(next_stage_) + " is next");
   if (active() == 0) return 0;
+  const OnDevice here(decoder_->args().device);
   const Clock::time_point begin = Clock::now();
   if (stage == KDTREE_STAGE_DRAFT) {
     std::fill(seconds_, seconds_ + 4, 0.0);

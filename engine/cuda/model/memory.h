@@ -24,6 +24,33 @@ inline void require(kdtree_status status) {
 }
 inline void require_cuda(cudaError_t error, const char* what) { require(check_cuda(error, what)); }
 
+// Copies host memory to the device; done when the call returns. cudaMemcpy alone has then only read what is not pinned,
+// and a stream that does not wait for the default one could come before it.
+inline void copy_to_device(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  require_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+  require_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+}
+
+// A device is the thread's current one as long as this lives: calls come from any thread, with any device current.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    require_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    changed_ = before_ != device;
+    if (changed_) require_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 // One allocation. Moves, never copies.
 class DeviceBuffer {
  public:

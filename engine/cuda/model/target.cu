@@ -80,9 +80,7 @@ struct Target::Weights {
         for (const SwigluWeights& expert : layer.experts) pointers.push_back(expert.gate_up);
         for (const SwigluWeights& expert : layer.experts) pointers.push_back(expert.down);
         layer.expert_pointers = DeviceBuffer(pointers.size() * sizeof(float*));
-        require_cuda(cudaMemcpy(layer.expert_pointers.data(), pointers.data(), layer.expert_pointers.bytes(),
-                                cudaMemcpyHostToDevice),
-                     "cudaMemcpy");
+        copy_to_device(layer.expert_pointers.data(), pointers.data(), layer.expert_pointers.bytes());
       }
   }
 

@@ -58,9 +58,7 @@ class WeightStore {
     buffer_ = DeviceBuffer(total);
     for (size_t i = 0; i < wanted_.size(); ++i) {
       unsigned char* const at = buffer_.data() + offsets[i];
-      if (!all[i].empty())
-        require_cuda(cudaMemcpy(at, all[i].data(), all[i].size() * sizeof(float), cudaMemcpyHostToDevice),
-                     "cudaMemcpy");
+      copy_to_device(at, all[i].data(), all[i].size() * sizeof(float));
       *wanted_[i].place = reinterpret_cast<const float*>(at);
     }
     wanted_.clear();
