@@ -74,8 +74,10 @@ kdtree_status allow_shared_memory(const void* kernel, const char* name, size_t d
   if (dynamic_bytes + static_bytes > available)
     return fail(KDTREE_UNSUPPORTED, "%s: a block needs %zu + %zu bytes of shared memory, this device has %zu", name,
                 dynamic_bytes, static_bytes, available);
-  return check_cuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(dynamic_bytes)), name);
+  // Always all there is: another thread may be about to launch the same kernel with more than this call takes.
+  const size_t most = available - static_bytes;
+  return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
+                    name);
 }
 
 }  // namespace kdtree

@@ -40,8 +40,8 @@ class Arguments {
 // Shared memory a block of the current device may ask for, in bytes, static included; 0 and a message on an error.
 size_t shared_memory_optin();
 
-// Lets `kernel` use `bytes` of dynamic shared memory. KDTREE_UNSUPPORTED with needed and available bytes if the device
-// has too little.
+// Lets `kernel`, which has `static_bytes` of shared memory besides, use `dynamic_bytes` of it and more.
+// KDTREE_UNSUPPORTED with needed and available bytes if the device has too little.
 kdtree_status allow_shared_memory(const void* kernel, const char* name, size_t dynamic_bytes, size_t static_bytes = 0);
 
 #define KDTREE_RETURN_IF_FAILED(call)                         \
