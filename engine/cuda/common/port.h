@@ -39,4 +39,7 @@ __host__ __device__ constexpr size_t round_up(size_t a, size_t b) { return (a + 
 __device__ inline float widen(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 __device__ inline float widen(float value) { return value; }
 
+// 2^n, for n in -1022..1023.
+__device__ inline double power_of_two(int n) { return __longlong_as_double(static_cast<long long>(1023 + n) << 52); }
+
 }  // namespace kdtree

@@ -10,6 +10,7 @@
 // selection, 11 bits a pass), its id among equal logits, and the draw itself, by sums over ever smaller chunks.
 #pragma once
 
+#include "common/philox.h"
 #include "kernels/choice_row.h"
 
 namespace kdtree {
@@ -166,23 +167,6 @@ __device__ Cut cut_after(const T* row, int size, SampleScratch& scratch, const C
   return {order, find_id(row, size, scratch, equal, [&](Sum) { return place; })};
 }
 
-// First word of Philox4x32-10 for the counter (position, 0, 0, 0).
-__device__ inline unsigned random_word(uint64_t seed, unsigned position) {
-  unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
-  unsigned x0 = position, x1 = 0, x2 = 0, x3 = 0;
-  for (int round = 0; round < 10; ++round) {
-    const unsigned low0 = 0xd2511f53u * x0, high0 = __umulhi(0xd2511f53u, x0);
-    const unsigned low1 = 0xcd9e8d57u * x2, high1 = __umulhi(0xcd9e8d57u, x2);
-    x0 = high1 ^ x1 ^ k0;
-    x1 = low1;
-    x2 = high0 ^ x3 ^ k1;
-    x3 = low0;
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
-  }
-  return x0;
-}
-
 struct SampleParams {
   float temperature;
   int top_k;
@@ -217,8 +201,9 @@ __device__ int sample_row(const T* row, int size, const SampleParams& params, Sa
       return min(reached, total) - 1;
     });
   const auto kept = [&](float value, int id) -> Sum { return cut.keeps(order_of(value), id) ? weight(value) : 0; };
+  // The random number is the first word of the counter (position, 0, 0, 0).
   // u * total with u = (2 x + 1) / 2^33, rounded down: a whole number is above the one if it is above the other.
-  const Sum u = 2ull * random_word(params.seed, static_cast<unsigned>(params.position)) + 1;
+  const Sum u = 2ull * philox(params.seed, static_cast<uint32_t>(params.position)).x[0] + 1;
   return find_id(row, size, scratch, kept, [&](Sum total) { return __umul64hi(u, total) << 31 | (u * total) >> 33; });
 }
 

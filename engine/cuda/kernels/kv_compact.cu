@@ -11,6 +11,7 @@
 
 #include "common/block.h"
 #include "common/error.h"
+#include "kernels/cache_row.h"
 #include "kernels/request.h"
 
 namespace kdtree {
@@ -27,14 +28,6 @@ struct Moves {
   int64_t from[kMostRows];
   int64_t to[kMostRows];
 };
-
-// Place of a row in bytes; -1 if the block table names no block for it.
-__device__ int64_t row_offset(const kdtree_cache_view& cache, int request, int64_t row) {
-  if (cache.block_size == 0) return request * cache.request_stride + row * cache.row_stride;
-  const int64_t entry = static_cast<int64_t>(request) * cache.table_stride + row / cache.block_size;
-  const int64_t block = cache.block_table[entry];
-  return block < 0 ? -1 : (block * cache.block_size + row % cache.block_size) * cache.row_stride;
-}
 
 __device__ int clamped(int64_t value) { return static_cast<int>(min(value, static_cast<int64_t>(0x7fffffff))); }
 
@@ -65,8 +58,8 @@ __device__ Outcome plan(const kdtree_kv_compact_args& a, int request, Moves& mov
   const bool moving = on_path && node != lane;
   int64_t from = 0, to = 0;
   if (moving) {
-    from = row_offset(a.cache, request, static_cast<int64_t>(prefix) + node);
-    to = row_offset(a.cache, request, static_cast<int64_t>(prefix) + lane);
+    from = cache_row(a.cache, request, static_cast<int64_t>(prefix) + node);
+    to = cache_row(a.cache, request, static_cast<int64_t>(prefix) + lane);
   }
   // The rows before the first one without a block are those there are.
   unsigned missing = from < 0 ? static_cast<unsigned>(prefix + node) : 0x7fffffffu;

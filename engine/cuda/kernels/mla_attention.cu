@@ -6,6 +6,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/attention_tile.h"
+#include "kernels/cache_row.h"
 
 namespace kdtree {
 namespace {
@@ -51,16 +52,8 @@ struct Keys {
         place = prefix + a.rows.paths[static_cast<int64_t>(row) * a.rows.path_stride + offset];
       }
     }
-    const kdtree_cache_view& cache = a.cache;
-    int64_t offset = cache.layer_stride * a.layer;
-    if (cache.block_size > 0) {
-      const int64_t block =
-          cache.block_table[static_cast<int64_t>(request) * cache.table_stride + place / cache.block_size];
-      offset += (block * cache.block_size + place % cache.block_size) * cache.row_stride;
-    } else {
-      offset += cache.request_stride * request + cache.row_stride * place;
-    }
-    return reinterpret_cast<const float*>(static_cast<const char*>(cache.base) + offset);
+    const char* const base = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride;
+    return reinterpret_cast<const float*>(base + cache_row(a.cache, request, place));
   }
 };
 

@@ -1,6 +1,7 @@
 // Rows moved and added: features, cache rows, residual sums. A thread for four neighbours.
 
 #include "common/error.h"
+#include "kernels/cache_row.h"
 #include "kernels/layers.h"
 #include "kernels/vector4.h"
 
@@ -37,16 +38,10 @@ __global__ void __launch_bounds__(kThreads) cache_write_kernel(Rows rows, const 
   const int request = row / rows.width;
   const int64_t place = static_cast<int64_t>(rows.prefix_lengths[request]) + row % rows.width;
   if (place < 0 || place >= cache.capacity) return;
-  int64_t offset = layer * cache.layer_stride;
-  if (cache.block_size == 0) {
-    offset += request * cache.request_stride + place * cache.row_stride;
-  } else {
-    const int64_t block =
-        cache.block_table[static_cast<int64_t>(request) * cache.table_stride + place / cache.block_size];
-    if (block < 0) return;
-    offset += (block * cache.block_size + place % cache.block_size) * cache.row_stride;
-  }
-  float* const to = reinterpret_cast<float*>(static_cast<unsigned char*>(cache.base) + offset);
+  const int64_t offset = cache_row(cache, request, place);
+  if (offset < 0) return;
+  unsigned char* const base = static_cast<unsigned char*>(cache.base) + layer * cache.layer_stride;
+  float* const to = reinterpret_cast<float*>(base + offset);
   copy_row(src + row * src_stride, to, cache.row_bytes / static_cast<int>(sizeof(float)), vector);
 }
 

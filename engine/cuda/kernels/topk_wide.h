@@ -30,9 +30,6 @@ __device__ inline Wide wide_multiply(Wide a, Wide b) {
   return exact_sum(product, fma(a.high, b.high, -product) + (a.high * b.low + a.low * b.high));
 }
 
-// 2^n, for n in -1022..1023.
-__device__ inline double power_of_two(int n) { return __longlong_as_double(static_cast<long long>(1023 + n) << 52); }
-
 // e^x for x <= 1; 0 where it is below e^-700.
 __device__ inline Wide wide_exp(Wide x) {
   if (!(x.high > -700)) return {0, 0};

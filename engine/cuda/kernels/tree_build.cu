@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/error.h"
+#include "kernels/request.h"
 #include "kernels/tree_parallel.h"
 #include "kernels/tree_serial.h"
 
@@ -204,20 +205,15 @@ __global__ void __launch_bounds__(1024, 1) tree_build_kernel(kdtree_tree_build_a
   ListFacts& facts = block.facts;
 
   const int request = static_cast<int>(blockIdx.x);
-  const int32_t* const before = a.before != nullptr ? a.before + 3 * request : nullptr;
   const int depth_limit = a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
   const int budget = a.budgets != nullptr ? a.budgets[request] : a.budget;
-  int code = KDTREE_REQUEST_OK, place = 0, detail = 0;
-  if (before != nullptr && before[0] != KDTREE_REQUEST_OK) {
-    code = before[0], place = before[1], detail = before[2];
-  } else if (depth_limit < 0 || depth_limit > a.depth_limit) {
-    code = KDTREE_REQUEST_OWN_SIZE, place = depth_limit, detail = a.depth_limit;
-  } else if (budget < 0 || budget > a.budget) {
-    code = KDTREE_REQUEST_OWN_SIZE, place = budget, detail = a.budget;
-  }
+  Outcome outcome = outcome_before(a.before, request);
+  if (!outcome.failed() && (depth_limit < 0 || depth_limit > a.depth_limit))
+    outcome = {KDTREE_REQUEST_OWN_SIZE, depth_limit, a.depth_limit};
+  if (!outcome.failed() && (budget < 0 || budget > a.budget)) outcome = {KDTREE_REQUEST_OWN_SIZE, budget, a.budget};
 
   const size_t lists_at = static_cast<size_t>(request) * a.depth_limit * a.width;
-  const Lists lists{a.lp + lists_at, a.ids + lists_at, code == KDTREE_REQUEST_OK ? depth_limit : 0, a.width};
+  const Lists lists{a.lp + lists_at, a.ids + lists_at, outcome.failed() ? 0 : depth_limit, a.width};
   const TreeScratch scratch(shared, shared_bytes, a.budget);
   facts.clear(static_cast<int>(threadIdx.x));
   __syncthreads();
@@ -226,16 +222,14 @@ __global__ void __launch_bounds__(1024, 1) tree_build_kernel(kdtree_tree_build_a
     if (a.checked == 0)  // with all the shared memory: nothing else lies there yet
       check_repeats(lists, reinterpret_cast<int*>(shared), static_cast<int>(shared_bytes / sizeof(int)), &facts);
     __syncthreads();
-    if (facts.fault != kNoFault) {
-      code = static_cast<int>(facts.fault & 15u);
-      place = static_cast<int>(facts.fault >> 16) + 1;
-      detail = static_cast<int>(facts.fault >> 4 & 0xfffu);
-    }
+    if (facts.fault != kNoFault)
+      outcome = {static_cast<int>(facts.fault & 15u), static_cast<int>(facts.fault >> 16) + 1,
+                 static_cast<int>(facts.fault >> 4 & 0xfffu)};
   }
 
   Found found{0, 0, KDTREE_ROUTE_NONE, 0};
   SerialTree serial(scratch, a.budget);
-  if (code == KDTREE_REQUEST_OK && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
+  if (!outcome.failed() && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
     found.count = -1;
     if (!facts.positive) found = find_in_parallel(lists, budget, min(budget, a.width), scratch, block);
     if (found.count < 0) {
@@ -256,9 +250,7 @@ __global__ void __launch_bounds__(1024, 1) tree_build_kernel(kdtree_tree_build_a
   if (threadIdx.x == 0) {
     a.node_count[request] = found.count;
     if (a.route != nullptr) a.route[request] = found.route;
-    a.status[3 * request] = code;
-    a.status[3 * request + 1] = place;
-    a.status[3 * request + 2] = detail;
+    write_status(a.status, request, outcome);
   }
 }
 
@@ -295,17 +287,11 @@ kdtree_status check(const kdtree_tree_build_args& a) {
   return arguments.status();
 }
 
-// Shared memory of a block in bytes: what a call takes, and the most that any call may; without BlockShared.
-struct SharedBytes {
-  size_t taken;
-  size_t most;
-};
-
-kdtree_status find_shared_bytes(const kdtree_tree_build_args& a, SharedBytes* out) {
-  size_t most = shared_memory_optin();
-  if (most == 0) return KDTREE_CUDA;
-  if (most > kMostShared) most = kMostShared;
-  size_t limit = most;
+// Dynamic shared memory of a block in bytes: what is left for it beside BlockShared.
+kdtree_status find_shared_bytes(const kdtree_tree_build_args& a, size_t* bytes) {
+  size_t limit = shared_memory_optin();
+  if (limit == 0) return KDTREE_CUDA;
+  if (limit > kMostShared) limit = kMostShared;
   if (a.shared_memory_limit > 0 && static_cast<size_t>(a.shared_memory_limit) < limit)
     limit = static_cast<size_t>(a.shared_memory_limit);
 
@@ -321,16 +307,15 @@ kdtree_status find_shared_bytes(const kdtree_tree_build_args& a, SharedBytes* ou
                 a.depth_limit, a.width, a.budget, least + sizeof(BlockShared), limit);
   // Costs of list entries that find no room are computed again from the lists.
   const size_t whole = std::max(least, fixed + counts + depths * reach * sizeof(uint32_t));
-  *out = SharedBytes{std::min(whole, limit - sizeof(BlockShared)), most - sizeof(BlockShared)};
+  *bytes = std::min(whole, limit - sizeof(BlockShared));
   return KDTREE_OK;
 }
 
-kdtree_status launch(const kdtree_tree_build_args& a, const SharedBytes& shared) {
-  // Always the same allowance: another thread may be about to launch with more than this call takes.
+kdtree_status launch(const kdtree_tree_build_args& a, size_t shared_bytes) {
   KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel), "kdtree_tree_build",
-                                              shared.most, sizeof(BlockShared)));
+                                              shared_bytes, sizeof(BlockShared)));
   const dim3 grid(static_cast<unsigned>(a.requests)), block(static_cast<unsigned>(TreeSizes(a.budget).threads));
-  KDTREE_LAUNCH(tree_build_kernel, grid, block, shared.taken, static_cast<cudaStream_t>(a.stream), a, shared.taken);
+  KDTREE_LAUNCH(tree_build_kernel, grid, block, shared_bytes, static_cast<cudaStream_t>(a.stream), a, shared_bytes);
   return check_launch("tree_build_kernel");
 }
 
@@ -343,10 +328,10 @@ extern "C" size_t kdtree_tree_build_workspace(int32_t, int32_t, int32_t, int32_t
 
 extern "C" kdtree_status kdtree_tree_build(const kdtree_tree_build_args* args) {
   if (args == nullptr) return fail(KDTREE_POINTER, "kdtree_tree_build: args is NULL");
-  SharedBytes shared{};
+  size_t shared_bytes = 0;
   KDTREE_RETURN_IF_FAILED(check(*args));
-  KDTREE_RETURN_IF_FAILED(find_shared_bytes(*args, &shared));
-  return launch(*args, shared);
+  KDTREE_RETURN_IF_FAILED(find_shared_bytes(*args, &shared_bytes));
+  return launch(*args, shared_bytes);
 }
 
 extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk, const kdtree_tree_build_args* tree) {
@@ -365,9 +350,9 @@ extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk
   kdtree_tree_build_args behind = *tree;
   behind.before = topk->status;  // a request whose logits are refused gets no tree
   behind.checked = 1;
-  SharedBytes shared{};
+  size_t shared_bytes = 0;
   KDTREE_RETURN_IF_FAILED(check(behind));
-  KDTREE_RETURN_IF_FAILED(find_shared_bytes(behind, &shared));
+  KDTREE_RETURN_IF_FAILED(find_shared_bytes(behind, &shared_bytes));
   KDTREE_RETURN_IF_FAILED(kdtree_topk_logprob(topk));
-  return launch(behind, shared);
+  return launch(behind, shared_bytes);
 }

@@ -48,11 +48,6 @@ struct Costs {
   }
 };
 
-// 2^exponent.
-__device__ inline double power_of_two(int exponent) {
-  return __longlong_as_double(static_cast<long long>(1023 + exponent) << 52);
-}
-
 struct Frontier {
   uint64_t bound;   // B nodes, or all there are, cost at most this; kTooDear or more: it is not known
   float all_nodes;  // how many there are; saturates

@@ -1,3 +1,4 @@
+#include "kernels/request.h"
 #include "loop/control.h"
 
 namespace kdtree {
@@ -6,12 +7,6 @@ namespace {
 constexpr int kThreads = 64;
 
 __device__ int request_of_thread() { return static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); }
-
-__device__ void set_status(int32_t* status, int code, int place, int detail) {
-  status[0] = code;
-  status[1] = place;
-  status[2] = detail;
-}
 
 __device__ bool stops(const Control& c, int request, int token) {
   for (int i = 0; i < c.stop_counts[request]; ++i)
@@ -23,7 +18,7 @@ __global__ void plan_round_kernel(Control c) {
   const int r = request_of_thread();
   if (r >= c.requests) return;
   const bool runs = c.finish[r] == KDTREE_RUNNING;
-  set_status(c.status + 3 * r, runs ? static_cast<int>(KDTREE_REQUEST_OK) : kDone, 0, 0);
+  write_status(c.status, r, {runs ? static_cast<int>(KDTREE_REQUEST_OK) : kDone});
   const int depth = runs && c.method != KDTREE_AR ? min(c.blocks[r], c.wanted[r]) - 1 : 0;
   const int nodes = c.method == KDTREE_DDTREE ? min(c.budgets[r], c.capacities[r] - c.prefix[r] - 1) : depth;
   c.depth_limits[r] = depth;
@@ -52,12 +47,11 @@ __global__ void end_round_kernel(Control c) {
   const int r = request_of_thread();
   if (r >= c.requests) return;
   Record& record = c.records[r];
-  const int32_t* const status = c.status + 3 * r;
   record.ran = 0;
   record.output_count = 0;
-  if (c.finish[r] == KDTREE_RUNNING && status[0] != KDTREE_REQUEST_OK) {
+  if (c.finish[r] == KDTREE_RUNNING && failed_before(c.status, r)) {
     c.finish[r] = KDTREE_FINISH_ERROR;
-    set_status(record.status, status[0], status[1], status[2]);
+    write_status(record.status, 0, carried_on(c.status, r));
   } else if (c.finish[r] == KDTREE_RUNNING) {
     const int32_t* const path = c.path + static_cast<int64_t>(r) * c.path_stride;
     const int kept = c.kept[r], bonus = c.bonus[r], wanted = c.wanted[r];
@@ -105,7 +99,7 @@ __global__ void plan_prompt_kernel(Control c, PromptChunk p) {
   }
   if (threadIdx.x != 0) return;
   const bool ends = used > 0 && p.begin + used == length;
-  set_status(p.ends + 3 * r, ends ? static_cast<int>(KDTREE_REQUEST_OK) : kDone, 0, 0);
+  write_status(p.ends, r, {ends ? static_cast<int>(KDTREE_REQUEST_OK) : kDone});
   p.last_positions[r] = length - 1;
   c.prefix[r] = min(p.begin, length);
   c.rows_used[r] = used - 1;
@@ -123,13 +117,13 @@ __global__ void end_prompt_kernel(Control c, const int32_t* choices, const int32
   Record& record = c.records[r];
   record.ran = 0;
   record.output_count = 0;
-  set_status(record.status, KDTREE_REQUEST_OK, 0, 0);
+  write_status(record.status, 0, {});
   c.prefix[r] = lengths[r];
   c.root[r] = choices[r];
   if (choices[r] < 0) {
     c.finish[r] = KDTREE_FINISH_ERROR;
     c.prefix[r] = 0;  // nothing is committed
-    set_status(record.status, KDTREE_REQUEST_NO_CHOICE, 0, lengths[r] - 1);
+    write_status(record.status, 0, {KDTREE_REQUEST_NO_CHOICE, 0, lengths[r] - 1});
   } else if (c.wanted[r] > 0 && stops(c, r, choices[r])) {
     record.output[0] = choices[r];
     record.output_count = 1;
