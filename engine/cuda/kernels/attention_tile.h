@@ -52,7 +52,9 @@ __device__ inline float dot(const float* a, const float* b, int width) {
     sums[2] = fmaf(x.z, y.z, sums[2]);
     sums[3] = fmaf(x.w, y.w, sums[3]);
   }
-  for (int j = 0; i + j < width; ++j) sums[j] = fmaf(a[i + j], b[i + j], sums[j]);
+  KDTREE_UNROLL
+  for (int j = 0; j < 3; ++j)
+    if (i + j < width) sums[j] = fmaf(a[i + j], b[i + j], sums[j]);
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
