@@ -275,7 +275,8 @@ void Target::forward(const TargetPass& pass, cudaStream_t stream, Trace* trace) 
     p.project_heads(s.q, static_cast<int64_t>(heads) * query, query, layer.w_uk, s.q_latent, rank, nope);
     MlaAttentionArgs attention{};
     attention.rows = pass.rows;
-    attention.form = s.arithmetic.attention;
+    // A prompt has no mask: its rows are a chain.
+    attention.form = pass.rows.visibility != nullptr ? s.arithmetic.attention : AttentionForm::kExact;
     attention.q_latent = s.q_latent;
     attention.q_latent_stride = static_cast<int64_t>(heads) * rank;
     attention.q_latent_head = rank;

@@ -205,6 +205,23 @@ TEST(trees_of_every_size_have_the_bits_of_plain_decoding) {
   }
 }
 
+TEST(the_mask_variant_gives_the_same_tokens) {
+  const kdtr::File golden = check::golden("tiny_run.kdtr");
+  const std::vector<int32_t> prompt = integers(golden.at("prompt")), tokens = integers(golden.at("tokens"));
+  kdtree_decoder_args args = arguments();
+  args.attention = KDTREE_ATTENTION_MASK;
+  const Decoder decoder = make(args, "tiny.kdtr");
+  kdtree_request q = request(prompt, static_cast<int>(tokens.size()));
+  q.drafter = KDTREE_DRAFT_NOISY;
+  q.block_size = 8;
+  q.budget = 9;
+  q.golden = tokens.data();
+  q.golden_count = static_cast<int32_t>(tokens.size());
+  q.max_rank = 1;
+  for (const int method : {KDTREE_AR, KDTREE_CHAIN, KDTREE_DDTREE})
+    CHECK_EQUAL_ALL(decode(decoder, method, {q})[0].tokens, tokens, "tokens");
+}
+
 TEST(what_does_not_fit_is_refused_with_its_numbers) {
   const Decoder decoder = make(arguments(), "tiny.kdtr");
   const std::vector<int32_t> prompt{1, 2, 300};
