@@ -95,9 +95,8 @@ class Run:
         if FINISHES[state.finish] != "error":
             return None
         code, place, detail = state.status
-        if state.cache_length == 0:  # in its prompt, which has no nodes
-            return DecodeError(request, code, -1, detail, None)
-        return DecodeError(request, code, place, detail, state.rounds)
+        in_prompt = place < 0
+        return DecodeError(request, code, place, detail, None if in_prompt else state.rounds)
 
     def generation(self, request: int) -> Generation:
         """What a request has given so far."""

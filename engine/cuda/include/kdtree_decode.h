@@ -156,7 +156,7 @@ typedef struct kdtree_request_state {
   int32_t rounds;
   const int32_t* tokens; /* [token_count] output so far; valid until the next call on the run */
   int32_t cache_length;  /* committed rows */
-  int32_t status[3];     /* kdtree_request_status */
+  int32_t status[3];     /* kdtree_request_status; a prompt without a choice: place -1, detail its last position */
 } kdtree_request_state;
 KDTREE_API kdtree_status kdtree_run_state(const kdtree_run* run, int32_t request, kdtree_request_state* state);
 

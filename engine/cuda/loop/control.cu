@@ -123,7 +123,7 @@ __global__ void end_prompt_kernel(Control c, const int32_t* choices, const int32
   if (choices[r] < 0) {
     c.finish[r] = KDTREE_FINISH_ERROR;
     c.prefix[r] = 0;  // nothing is committed
-    write_status(record.status, 0, {KDTREE_REQUEST_NO_CHOICE, 0, lengths[r] - 1});
+    write_status(record.status, 0, {KDTREE_REQUEST_NO_CHOICE, -1, lengths[r] - 1});
   } else if (c.wanted[r] > 0 && stops(c, r, choices[r])) {
     record.output[0] = choices[r];
     record.output_count = 1;

@@ -238,12 +238,13 @@ void Run::prefill() {
   if (keep_logits_)
     for (Progress& progress : progress_) progress.logits.clear();
   for (int begin = 0; begin < d.prompt_stride; begin += chunk) {
+    const int width = std::min(chunk, d.prompt_stride - begin);  // of the longest prompt's rest
     require(plan_prompt(control_,
-                        {d.prompts, d.prompt_lengths, d.prompt_stride, begin, chunk, d.prompt_tokens,
+                        {d.prompts, d.prompt_lengths, d.prompt_stride, begin, width, d.prompt_tokens,
                          d.prompt_positions, d.last_positions, d.ends},
                         stream_));
     TargetPass pass{};
-    pass.rows = Rows{requests_, chunk, d.rows_used, d.prefix, d.prompt_tokens, d.prompt_positions, nullptr, 0, nullptr};
+    pass.rows = Rows{requests_, width, d.rows_used, d.prefix, d.prompt_tokens, d.prompt_positions, nullptr, 0, nullptr};
     pass.cache = decoder_->cache();
     pass.last_rows_only = true;
     pass.logits = d.prompt_logits;
@@ -253,7 +254,7 @@ void Run::prefill() {
            d.prompt_choice_bytes);
     require(keep_choices(control_, d.ends, d.prompt_choices, d.first_roots, stream_));
     if (any_dflash_)
-      decoder_->drafter()->observe(d.prompt_features, chunk, nullptr, 0, d.observed, d.prefix, requests_, stream_);
+      decoder_->drafter()->observe(d.prompt_features, width, nullptr, 0, d.observed, d.prefix, requests_, stream_);
     if (keep_logits_) {
       require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
       const std::vector<int32_t> ends = download(d.ends, 3 * requests);
