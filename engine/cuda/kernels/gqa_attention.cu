@@ -15,7 +15,7 @@ size_t shared_bytes(int dim) {
 }
 
 // Grid: rows of all requests, key heads, groups of 16 query heads of a key head.
-__global__ void __launch_bounds__(kTileThreads) gqa_attention_kernel(GqaAttentionArgs a) {
+__global__ void __launch_bounds__(kTileThreads, 1) gqa_attention_kernel(GqaAttentionArgs a) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int row = static_cast<int>(blockIdx.x), request = row / a.block_size;
   const int kv_head = static_cast<int>(blockIdx.y), group = a.heads / a.kv_heads;

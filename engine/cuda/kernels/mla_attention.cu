@@ -108,7 +108,7 @@ size_t shared_bytes(const MlaAttentionArgs& a) {
 }
 
 // Grid: rows, groups of 16 heads, and chunks or 1.
-__global__ void __launch_bounds__(kTileThreads) mla_attention_kernel(MlaAttentionArgs a, int chunks, bool walk) {
+__global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAttentionArgs a, int chunks, bool walk) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int row = static_cast<int>(blockIdx.x), first_head = static_cast<int>(blockIdx.y) * kTileHeads;
   const int head = first_head + static_cast<int>(threadIdx.x) / kTileKeys;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kTileThreads) mla_attention_kernel(MlaAttentio
 }
 
 // Grid: rows, heads. Joins the chunks of one head in their order.
-__global__ void __launch_bounds__(kTileThreads) mla_join_kernel(MlaAttentionArgs a, int chunks) {
+__global__ void __launch_bounds__(kTileThreads, 1) mla_join_kernel(MlaAttentionArgs a, int chunks) {
   const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
   const Partials partials(a.workspace, a.rows.count(), chunks, a.heads, a.rank);
   float peak = -INFINITY, total = 0, values[kTileColumns] = {};
