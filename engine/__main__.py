@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine import abi, build, contents, device, generate, sources, toolkit
+from engine import abi, build, contents, device, sources, toolkit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 1 for a library whose contents are not as they should be, or a decoding that failed on the way; 2
     for what cannot be built or done."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(decodes=list(arguments[:1]) == ["generate"]).parse_args(arguments)
     try:
         status: int = options.run(options)
     except (build.BuildError, abi.EngineError, ValueError) as error:
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(decodes: bool) -> argparse.ArgumentParser:
+    """decodes: what it takes to decode, NumPy among others, is loaded; a bare Python can build."""
     parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("build", help="build the library, only what is new, and print its path")
@@ -44,8 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("command", nargs=argparse.REMAINDER, help="run with CUDA_HOME and PATH set to the toolkit")
     command.set_defaults(run=_toolkit)
     command = commands.add_parser("generate", help="decode a prompt, show text as it comes, then speed and rounds")
-    generate.configure(command)
-    command.set_defaults(run=generate.command)
+    if decodes:
+        from engine import generate
+
+        generate.configure(command)
+        command.set_defaults(run=generate.command)
     return parser
 
 

@@ -80,7 +80,8 @@ class Step:
         if done.returncode != 0:
             partial.unlink(missing_ok=True)
             said = "\n".join(contents.warnings(done.stdout + done.stderr))
-            raise BuildError(f"{' '.join((*self.command, self.path.name))}\n{said}")
+            command = " ".join((*self.command, self.path.name))
+            raise BuildError(f"{command}\n{said or f'exit status {done.returncode}, no output'}")
         self.path.with_name(f"{self.path.name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         partial.replace(self.path)
         return True

@@ -120,6 +120,12 @@ def test_what_cannot_be_built_is_told_in_a_sentence(
         assert "engine: " in capsys.readouterr().err
 
 
+def test_a_bare_python_can_build():
+    script = "import sys; sys.modules['numpy'] = None; from engine.__main__ import main; sys.exit(main(['info']))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=sources.CHECKOUT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_command_runs_with_the_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     found = toolkit.Toolkit(tmp_path, tmp_path / "bin" / "nvcc", "13.0.88", (tmp_path,))
     monkeypatch.setattr(toolkit, "find", lambda: found)
