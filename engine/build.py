@@ -110,8 +110,9 @@ class Plan:
     def run(self, jobs: int | None = None) -> Built:
         """Make what is not there yet. jobs: compilers at a time, None: one a core. Raises BuildError."""
         made = self.first.run(jobs).made if self.first else 0
-        with _alone(self.cache), ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-            made += sum(pool.map(Step.run, self.objects.values())) + self.link.run()
+        made += compile_objects([self], jobs)
+        with _alone(self.cache):
+            made += self.link.run()
         return Built(self.path, {name: step.log() for name, step in self.objects.items()}, made)
 
 
@@ -122,6 +123,13 @@ class Built:
     path: Path
     logs: dict[str, str]
     made: int
+
+
+def compile_objects(plans: Sequence[Plan], jobs: int | None = None) -> int:
+    """Make the objects of plans of one cache, side by side; how many had to be made. Raises BuildError."""
+    steps = {step.path: step for plan in plans for step in plan.objects.values()}
+    with _alone(plans[0].cache), ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        return sum(pool.map(Step.run, steps.values()))
 
 
 def library(kind: str) -> Path:

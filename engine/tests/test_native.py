@@ -5,16 +5,20 @@ missing barrier whatever the order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 
 from engine import build, sources
-from engine.build import Sanitizer
+from engine.build import Plan
 from engine.sources import Source
 
 TESTS = sources.of_stage(sources.read(), "ktest")
@@ -27,13 +31,38 @@ TIMEOUT_S = 300
 # What only a suspended thread of a block points to looks lost to the leak checker.
 QUIET = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
-pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX") or "g++") is None, reason="no C++ compiler")
-each_test = pytest.mark.parametrize("test", TESTS, ids=lambda source: source.path.stem)
+pytestmark = [
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX") or "g++") is None, reason="no C++ compiler"),
+    pytest.mark.timeout(1800),  # with the first of its cases a function compiles for all
+]
+PLANS: dict[str, Callable[[Source], Plan]] = {  # how each test function builds its programs
+    "test_order_of_warps": build.plan_host_program,
+    "test_programs_of_the_c_abi": build.plan_host_program,
+    "test_no_race": partial(build.plan_host_program, sanitizer="thread"),
+    "test_no_access_outside": partial(build.plan_host_program, sanitizer="address"),
+    "test_on_the_device": build.plan_cuda_program,
+    "test_with_the_cuda_library_on_any_machine": build.plan_cuda_program,
+}
 
 
-def run(test: Source, settings: dict[str, str], sanitizer: Sanitizer = "none") -> None:
-    """Fails with all that the program printed unless it exits with 0: no case may be skipped on the CPU."""
-    check_passed([str(build.plan_host_program(test, sanitizer).run().path)], settings)
+@pytest.fixture(scope="module")
+def compiled() -> set[str]:
+    """Names of the test functions whose objects are made."""
+    return set()
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, compiled: set[str], test: Source) -> str:
+    """The program of this test. With the first of a test function the objects of all its chosen cases are made, side by
+    side: one that does not compile is then told by its own case."""
+    plan = PLANS[request.function.__name__]
+    if request.function.__name__ not in compiled:
+        compiled.add(request.function.__name__)
+        cases = (item for item in request.session.items if isinstance(item, pytest.Function))
+        chosen: list[Any] = [item.callspec.params["test"] for item in cases if item.function is request.function]
+        with contextlib.suppress(build.BuildError):
+            build.compile_objects([plan(each) for each in chosen])
+    return str(plan(test).run().path)
 
 
 def check_passed(command: list[str], settings: dict[str, str]) -> None:
@@ -49,44 +78,46 @@ def check_passed(command: list[str], settings: dict[str, str]) -> None:
     )
 
 
-@each_test
-def test_order_of_warps(test: Source) -> None:
-    program = [str(build.plan_host_program(test).run().path)]
+def for_each(tests: tuple[Source, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("test", tests, ids=lambda source: source.path.stem)
+
+
+@for_each(TESTS)
+def test_order_of_warps(program: str) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(lambda order: check_passed(program, order), ORDERS):
+        for _ in pool.map(lambda order: check_passed([program], order), ORDERS):
             pass
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("test", RACED, ids=lambda source: source.path.stem)
-def test_no_race(test: Source) -> None:
-    run(test, TINY, "thread")
+@for_each(RACED)
+def test_no_race(program: str) -> None:
+    check_passed([program], TINY)
 
 
 @pytest.mark.slow
-@each_test
-def test_no_access_outside(test: Source) -> None:
-    run(test, TINY, "address")
+@for_each(TESTS)
+def test_no_access_outside(program: str) -> None:
+    check_passed([program], TINY)
 
 
-@pytest.mark.parametrize("demo", sources.of_stage(sources.read(), "etest", "demo"), ids=lambda source: source.path.stem)
-def test_programs_of_the_c_abi(demo: Source) -> None:
-    run(demo, {})
+@for_each(sources.of_stage(sources.read(), "etest", "demo"))
+def test_programs_of_the_c_abi(program: str) -> None:
+    check_passed([program], {})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("test", PROGRAMS, ids=lambda source: source.path.stem)
-def test_on_the_device(test: Source) -> None:
-    check_passed([str(build.plan_cuda_program(test).run().path)], {})
+@for_each(PROGRAMS)
+def test_on_the_device(program: str) -> None:
+    check_passed([program], {})
 
 
 @pytest.mark.nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("test", PROGRAMS, ids=lambda source: source.path.stem)
-def test_with_the_cuda_library_on_any_machine(test: Source) -> None:
+@for_each(PROGRAMS)
+def test_with_the_cuda_library_on_any_machine(program: str, test: Source) -> None:
     """Compiles, links and starts: what needs a device says so and exits with 77, what needs none passes."""
-    program = build.plan_cuda_program(test).run().path
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode in (0, 77), done.stdout + done.stderr
     assert test.stage != "etest" or done.returncode == 0, done.stdout
     assert done.returncode == 0 or done.stdout.startswith("SKIP: "), done.stdout
