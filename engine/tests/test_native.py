@@ -24,7 +24,7 @@ from engine.sources import Source
 TESTS = sources.of_stage(sources.read(), "ktest")
 # A whole model launches thousands of blocks, minutes under the race detector: its kernels have tests of their own.
 RACED = tuple(test for test in TESTS if not test.path.stem.startswith("test_model"))
-PROGRAMS = sources.of_stage(sources.read(), "ktest", "etest", "demo")
+PROGRAMS = sources.of_stage(sources.read(), "ktest", "bench", "etest", "demo")
 TINY = {"KDTREE_TINY": "1"}
 ORDERS = ({}, *({"KDTREE_HOST_SEED": str(seed)} | TINY for seed in (1, 2, 3)))
 TIMEOUT_S = 300
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 PLANS: dict[str, Callable[[Source], Plan]] = {  # how each test function builds its programs
     "test_order_of_warps": build.plan_host_program,
-    "test_programs_of_the_c_abi": build.plan_host_program,
+    "test_other_programs": build.plan_host_program,
     "test_no_race": partial(build.plan_host_program, sanitizer="thread"),
     "test_no_access_outside": partial(build.plan_host_program, sanitizer="address"),
     "test_on_the_device": build.plan_cuda_program,
@@ -101,15 +101,15 @@ def test_no_access_outside(program: str) -> None:
     check_passed([program], TINY)
 
 
-@for_each(sources.of_stage(sources.read(), "etest", "demo"))
-def test_programs_of_the_c_abi(program: str) -> None:
-    check_passed([program], {})
+@for_each(sources.of_stage(sources.read(), "bench", "etest", "demo"))
+def test_other_programs(program: str) -> None:
+    check_passed([program], TINY)
 
 
 @pytest.mark.gpu
 @for_each(PROGRAMS)
-def test_on_the_device(program: str) -> None:
-    check_passed([program], {})
+def test_on_the_device(program: str, test: Source) -> None:
+    check_passed([program], TINY if test.stage == "bench" else {})
 
 
 @pytest.mark.nvcc

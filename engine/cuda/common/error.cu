@@ -1,5 +1,10 @@
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "common/error.h"
 
@@ -8,6 +13,32 @@ namespace {
 
 constexpr size_t kMessageSize = 512;
 thread_local char message[kMessageSize] = "";
+
+// Bytes of dynamic shared memory that kernels may use, by kernel and device, as far as this library has set them.
+class Allowances {
+ public:
+  size_t find(const void* kernel, int device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = bytes_.find({kernel, device});
+    return found == bytes_.end() ? 0 : found->second;
+  }
+  void set(const void* kernel, int device, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bytes_[{kernel, device}] = bytes;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<const void*, int>, size_t> bytes_;
+};
+
+size_t shared_memory_optin_of(int device) {
+  int bytes = 0;
+  if (check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                 "shared memory per block") != KDTREE_OK)
+    return 0;
+  return static_cast<size_t>(bytes);
+}
 
 }  // namespace
 
@@ -26,7 +57,17 @@ kdtree_status succeed() {
 
 kdtree_status check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return KDTREE_OK;
+  cudaGetLastError();  // or the next launch's check would report this call's error again
   return fail(KDTREE_CUDA, "%s: %s: %s", what, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+kdtree_status check_launch(const char* kernel) {
+  static const bool blocking = [] {
+    const char* value = std::getenv("KDTREE_LAUNCH_BLOCKING");
+    return value != nullptr && std::strcmp(value, "1") == 0;
+  }();
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetLastError(), kernel));
+  return blocking ? check_cuda(cudaDeviceSynchronize(), kernel) : KDTREE_OK;
 }
 
 Arguments& Arguments::version(size_t given, size_t expected) {
@@ -60,24 +101,27 @@ Arguments& Arguments::workspace(const void* pointer, size_t given, size_t needed
 }
 
 size_t shared_memory_optin() {
-  int device = 0, bytes = 0;
-  if (check_cuda(cudaGetDevice(&device), "cudaGetDevice") != KDTREE_OK ||
-      check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-                 "shared memory per block") != KDTREE_OK)
-    return 0;
-  return static_cast<size_t>(bytes);
+  int device = 0;
+  return check_cuda(cudaGetDevice(&device), "cudaGetDevice") == KDTREE_OK ? shared_memory_optin_of(device) : 0;
 }
 
 kdtree_status allow_shared_memory(const void* kernel, const char* name, size_t dynamic_bytes, size_t static_bytes) {
-  const size_t available = shared_memory_optin();
+  // Kept because setting it takes about as long as a launch. Threads that both set it set the same.
+  static Allowances allowances;
+  int device = 0;
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetDevice(&device), "cudaGetDevice"));
+  if (dynamic_bytes <= allowances.find(kernel, device)) return KDTREE_OK;
+  const size_t available = shared_memory_optin_of(device);
   if (available == 0) return KDTREE_CUDA;
   if (dynamic_bytes + static_bytes > available)
     return fail(KDTREE_UNSUPPORTED, "%s: a block needs %zu + %zu bytes of shared memory, this device has %zu", name,
                 dynamic_bytes, static_bytes, available);
-  // Always all there is: another thread may be about to launch the same kernel with more than this call takes.
+  // All there is at once: another thread may be about to launch the same kernel with more than this call takes.
   const size_t most = available - static_bytes;
-  return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
-                    name);
+  KDTREE_RETURN_IF_FAILED(check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)), name));
+  allowances.set(kernel, device, most);
+  return KDTREE_OK;
 }
 
 }  // namespace kdtree

@@ -15,8 +15,9 @@ kdtree_status succeed();
 // KDTREE_CUDA with the error's name if `error` is one. what: the call or kernel.
 kdtree_status check_cuda(cudaError_t error, const char* what);
 
-// For right after a launch.
-inline kdtree_status check_launch(const char* kernel) { return check_cuda(cudaGetLastError(), kernel); }
+// For right after a launch. Kernels run on while the host does, so their errors are found by a later call; if the
+// environment says KDTREE_LAUNCH_BLOCKING=1 every launch waits for the device, and an error names its own kernel.
+kdtree_status check_launch(const char* kernel);
 
 // Checks of a call's arguments, in order; the first that fails stays.
 class Arguments {
@@ -40,8 +41,8 @@ class Arguments {
 // Shared memory a block of the current device may ask for, in bytes, static included; 0 and a message on an error.
 size_t shared_memory_optin();
 
-// Lets `kernel`, which has `static_bytes` of shared memory besides, use `dynamic_bytes` of it and more.
-// KDTREE_UNSUPPORTED with needed and available bytes if the device has too little.
+// Lets `kernel`, which has `static_bytes` of shared memory besides, use `dynamic_bytes` of it and more, on the current
+// device. KDTREE_UNSUPPORTED with needed and available bytes if the device has too little.
 kdtree_status allow_shared_memory(const void* kernel, const char* name, size_t dynamic_bytes, size_t static_bytes = 0);
 
 #define KDTREE_RETURN_IF_FAILED(call)                         \

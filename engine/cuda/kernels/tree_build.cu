@@ -141,7 +141,8 @@ __device__ void write_visibility(const Output& out, const TreeScratch& s, const 
 }
 
 // What a block shares beside its dynamic memory.
-struct BlockShared {
+// Aligned as the dynamic memory behind it is: what the compiler adds up is then sizeof.
+struct alignas(128) BlockShared {
   ListFacts facts;
   unsigned totals[2][kWarp];  // of BlockScan
   Frontier frontier;
