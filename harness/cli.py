@@ -5,6 +5,7 @@
   python -m harness run --suite full --out DIR --resume
   python -m harness run --suite trees              # tree builders alone, up to batches that fill a GPU
   python -m harness compare reports/run/rows.jsonl # against the baseline of this hardware
+  python -m harness exactness                      # bits of the logits: chain and trees against plain decoding
   python -m harness report DIR                     # the reports of stored rows once more
   python -m harness env | list
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from engine import build
 from engine.toolkit import BuildError
-from harness import cases, codec, compare, heap_tree, records, report
+from harness import cases, codec, compare, exactness, heap_tree, records, report
 from harness.compare import Comparison, Exit
 from harness.console import say
 from harness.environment import CHECKOUT, capture, gpu_missing
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None, systems: Systems | None = None)
                 return _run(given, systems or Systems())
             if given.command == "compare":
                 return compare.command(given)
+            if given.command == "exactness":
+                return exactness.command(given)
             if given.command == "report":
                 return _report(given)
             if given.command == "env":
@@ -79,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--baselines", type=Path, default=compare.BASELINES, help=argparse.SUPPRESS)
 
     compare.configure(commands.add_parser("compare", help="rows against the baseline of this hardware"))
+    exactness.configure(commands.add_parser("exactness", help="logits of chain and trees against plain decoding's"))
     again = commands.add_parser("report", help="write the reports of stored rows once more")
     again.add_argument(
         "rows", type=Path, nargs="?", default=OUT, help="rows.jsonl or its folder (default: reports/run)"

@@ -1,0 +1,242 @@
+"""The exactness suite on a micro pair and the host library; and divergences, planted one by one, that it must count."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datasets.evaluation.prompts import SETS, Prompt
+from engine.abi import EngineError
+from engine.engine import Engine
+from engine.generation import Generation
+from engine.tests.backends import open_ops
+from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
+from harness import cli, exactness, records
+from harness.exactness import Plan, Unit, compare, group_size, units
+from harness.records import Row
+from harness.tests.examples import make_environment
+from reference.sampling import SamplingParams
+from reference.tests.models import random_weights
+
+PROMPTS = tuple(
+    Prompt("humaneval", f"humaneval/{i}", "made up", "", tuple((7 * i + j * j) % VOCABULARY for j in range(2 + i)))
+    for i in range(3)
+)
+NEW = 4
+Change = Callable[[str, list[Generation]], list[Generation]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    open_ops("host")  # skips without a compiler
+    folder = tmp_path_factory.mktemp("pair")
+    for name, config in (("target", micro_target()), ("drafter", micro_drafter())):
+        write_model(folder / f"{name}.kdtr", config, random_weights(config))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few short prompts; facts about the machine are not looked up again for each run."""
+    monkeypatch.setattr(exactness, "mixed", lambda: PROMPTS)
+    monkeypatch.setattr(exactness, "capture", lambda **_: make_environment())
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
+    """faulty(change): what the engine gives is changed by change(method, generations)."""
+    sound = Engine.generate
+
+    def plant(change: Change) -> None:
+        def generate(self: Engine, prompts: Any, *, method: Any, **options: Any) -> Any:
+            return change(method, sound(self, prompts, method=method, **options))
+
+        monkeypatch.setattr(Engine, "generate", generate)
+
+    return plant
+
+
+def run(models: Path, out: Path, *more: str) -> tuple[int, dict[str, Row]]:
+    """(exit status, rows by arm)."""
+    sizes = ("--tokens", "20", "--new-tokens", str(NEW), "--batch", "2", "--budgets", "1", "5", "--block-size", "3")
+    arguments = ("exactness", "--kind", "host", "--models", str(models), "--out", str(out / "rows.jsonl"))
+    code = cli.main([*arguments, *sizes, *more])
+    return code, {row.arm: row for row in records.latest(records.read(out / "rows.jsonl"))}
+
+
+def test_methods_agree_bit_for_bit_over_passes_of_which_the_first_is_greedy(models, tmp_path, capsys):
+    code, rows = run(models, tmp_path)
+    said = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert list(rows) == ["ar", "chain", "ddtree-b1", "ddtree-b5"]
+    assert rows["ar"].metrics["tokens"] == 20
+    for name in ("chain", "ddtree-b1", "ddtree-b5"):
+        row = rows[name]
+        assert row.parity is not None
+        assert (row.status, row.parity.compared, row.parity.differences) == ("OK", 25, 0)
+        assert {name: row.metrics[name] for name in ("prompts", "tokens_compared", "rows_differ")} == {
+            "prompts": 5,
+            "tokens_compared": 20,
+            "rows_differ": 0,
+        }
+    assert rows["ddtree-b5"].params["gemm"] == "row-invariant"
+    assert said[0].split()[:3] == ["method", "budget", "gemm"]
+    assert said[4].split()[:9] == ["ddtree", "5", "row-invariant", "5", "20", "0", "25", "0", "0"]
+    assert not any("wanted" in line or "first difference" in line for line in said)
+
+
+def test_noisy_proposals_need_no_drafter(models, tmp_path):
+    (tmp_path / "target.kdtr").write_bytes((models / "target.kdtr").read_bytes())
+    code, rows = run(tmp_path, tmp_path, "--drafter", "noisy", "--methods", "ddtree")
+    assert code == 0
+    assert list(rows) == ["ar", "ddtree-b1", "ddtree-b5"]
+    rounds = rows["ddtree-b5"].metrics["rounds"]
+    assert rounds is not None
+    assert rounds < 20
+
+
+def one_bit(method: str, made: list[Generation]) -> list[Generation]:
+    """A tree's logit of the second row of the first request is the next float32."""
+    if method == "ddtree":
+        entry = made[0].logits[1, 3:4]
+        entry[:] = np.nextafter(entry, np.float32(np.inf))
+    return made
+
+
+def test_one_bit_of_one_row_is_counted_and_is_a_regression(models, tmp_path, capsys, faulty):
+    faulty(one_bit)
+    code, rows = run(models, tmp_path)
+    said = capsys.readouterr().out
+    assert code == 1
+    assert (rows["ar"].status, rows["chain"].status) == ("OK", "OK")
+    groups = 3  # of 2, 2 and 1
+    for name in ("ddtree-b1", "ddtree-b5"):
+        row = rows[name]
+        assert row.parity is not None
+        assert (row.status, row.parity.differences) == ("INVALID", groups)
+        assert row.reason == f"{groups} of 25 rows of logits and 0 tokens differ"
+        assert 0 < float(row.metrics["largest_difference"] or 0) < 1e-6
+        first = row.parity.first_difference
+        assert first is not None
+        assert (first.what, first.round, first.index) == ("logits", 0, 1)
+        assert first.margin is not None
+        assert first.margin > 0
+    assert said.count("first difference: logits of humaneval/") == 2
+
+
+def another_token(method: str, made: list[Generation]) -> list[Generation]:
+    """The chain's third token is another one, and so are its later rows."""
+    if method != "chain":
+        return made
+    for one in made:
+        one.logits[3:] += 1
+    tokens = [(*one.tokens[:2], one.tokens[2] ^ 1, *one.tokens[3:]) for one in made]
+    return [dataclasses.replace(one, tokens=found) for one, found in zip(made, tokens, strict=True)]
+
+
+def test_another_token_is_counted_and_nothing_behind_it_is_compared(models, tmp_path, capsys, faulty):
+    faulty(another_token)
+    code, rows = run(models, tmp_path)
+    assert code == 1
+    found = rows["chain"]
+    assert found.reason == "0 of 15 rows of logits and 5 tokens differ"
+    assert (found.metrics["tokens_compared"], found.metrics["tokens_differ"]) == (15, 5)
+    assert found.parity is not None
+    assert found.parity.first_difference is not None
+    assert (found.parity.first_difference.what, found.parity.first_difference.index) == ("tokens", 2)
+    assert rows["ddtree-b5"].status == "OK"
+    assert "first difference: tokens of humaneval/" in capsys.readouterr().out
+
+
+def test_missing_rows_and_failing_runs_end_their_arm(models, tmp_path, capsys, faulty):
+    def change(method: str, made: list[Generation]) -> list[Generation]:
+        if method == "ddtree":
+            raise EngineError("the device is on fire")
+        return [dataclasses.replace(one, logits=one.logits[:-1]) for one in made] if method == "chain" else made
+
+    faulty(change)
+    code, rows = run(models, tmp_path)
+    assert code == 1
+    assert rows["ddtree-b5"].reason == "EngineError: the device is on fire"
+    assert "4 tokens and logits of 4 rows, expected 4 and 5" in str(rows["chain"].reason)
+    assert "chain failed: EngineError" in capsys.readouterr().out
+
+    def plain(method: str, made: list[Generation]) -> list[Generation]:
+        raise EngineError("no warp moves")
+
+    faulty(plain)
+    code, rows = run(models, tmp_path)
+    assert code == 1
+    assert {row.status for row in rows.values()} == {"INVALID"}
+    assert rows["chain"].reason == "plain decoding failed: EngineError: no warp moves"
+
+
+def test_a_time_box_ends_the_run_after_a_group(models, tmp_path, capsys):
+    code, rows = run(models, tmp_path, "--seconds", "0")
+    assert code == 0
+    assert rows["chain"].metrics["tokens_compared"] == 8
+    assert "20 tokens were wanted; the run ended before" in capsys.readouterr().out
+
+
+def test_wrong_use_and_what_the_host_cannot(models, tmp_path, capsys):
+    out = ("--out", str(tmp_path / "rows.jsonl"), "--kind", "host")
+    assert cli.main(["exactness", *out, "--models", str(tmp_path)]) == 2
+    assert "target.kdtr" in capsys.readouterr().err
+    assert cli.main(["exactness", *out, "--models", str(models), "--tokens", "0"]) == 2
+    assert cli.main(["exactness", *out, "--models", str(models), "--gemm", "cublas"]) in (1, 3)
+    assert "cuBLAS" in str(capsys.readouterr())
+
+
+def test_differences_that_comparing_numbers_would_miss():
+    """Signs of zeros and NaN; infinities that are equal are no difference."""
+    rows = np.array([[0.0, 1.0], [np.inf, -np.inf], [2.0, 3.0]], np.float32)
+    unit = Unit("x", (1, 2), SamplingParams(0.0, seed=0))
+
+    def made(logits: Any) -> Generation:
+        return Generation((1, 0), (), "length", 0.0, 4, logits)
+
+    assert compare(unit, made(rows), made(rows.copy())).rows_differ == 0
+    signed = rows.copy()
+    signed[0, 0] = -0.0
+    found = compare(unit, made(rows), made(signed))
+    assert (found.rows_differ, found.largest) == (1, 0.0)
+    wrong = rows.copy()
+    wrong[1:] = np.nan
+    found = compare(unit, made(rows), made(wrong))
+    assert (found.rows, found.rows_differ, found.largest) == (3, 2, np.inf)
+    assert found.first is not None
+    assert (found.first.index, found.first.expected) == (1, np.inf)
+
+
+def test_units_and_groups():
+    plan = Plan((), PROMPTS, tokens=100, new_tokens=127, batch=64, seed=5)
+    source = units(plan)
+    found = [next(source) for _ in range(7)]
+    assert [u.sampling.temperature for u in found] == [0, 0, 0, 1, 1, 1, 1]
+    assert [u.sampling.seed for u in found] == list(range(5, 12))
+    assert found[3].name == "humaneval/0 pass 1"
+    assert [group_size(plan, vocab) for vocab in (23, 4096, 163_840, 10**9)] == [64, 64, 4, 1]
+
+
+def test_the_shipped_prompts_come_in_turns(monkeypatch):
+    monkeypatch.undo()
+    found = exactness.mixed()
+    assert [prompt.set for prompt in found[:8]] == [*SETS, *SETS]
+    assert len({prompt.id for prompt in found}) == len(found) == 472
+
+
+@pytest.mark.gpu
+def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    out = tmp_path / "rows.jsonl"
+    sizes = ("--tokens", "512", "--new-tokens", "32", "--batch", "16", "--budgets", "16", "64")
+    for drafter in ("dflash", "noisy"):
+        assert cli.main(["exactness", "--kind", "cuda", "--drafter", drafter, "--out", str(out), *sizes]) == 0
+    rows = records.read(out)
+    assert len(rows) == 8
+    assert all(row.metrics["tokens"] == 512 for row in rows)
