@@ -1,6 +1,7 @@
 """Rules for every test, and rows from benchmarks.
 
-Slow tests are asked for. GPU tests skip with the probe's reason or, where a GPU is required, fail. Benchmarks measure
+Slow tests are asked for. GPU tests skip with the probe's reason or, where a GPU is required, fail. One that leaves the
+device with an error is named, and the run ends there: nothing works on the device any more. Benchmarks measure
 in one process, say how many were measured and why others were not (none: exit status 5), and can store rows:
 pytest --benchmark-only --benchmark-rows=FILE. Collecting touches no GPU library: the driver is asked in a child
 process, once, when it matters.
@@ -18,6 +19,7 @@ import pytest
 
 from harness import codec, records
 from harness.environment import capture, gpu_missing
+from harness.gpu_fault import device_fault
 from harness.records import Environment, Parity, Row, Scalar, Timing
 
 _ROWS = pytest.StashKey[list[dict[str, Any]]]()
@@ -54,6 +56,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _gpu_missing()):
         pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """The device is asked before the test's fixtures end, whether the test passed or not."""
+    fault = device_fault() if item.get_closest_marker("gpu") and not _gpu_missing() else None
+    try:
+        yield
+    finally:
+        if fault is not None:
+            item.session.shouldstop = f"{item.nodeid} left the device with {fault}"
+            pytest.fail(
+                f"this test left the device with {fault}; KDTREE_LAUNCH_BLOCKING=1 finds the kernel", pytrace=False
+            )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -203,35 +203,3 @@ def test_the_engine_decodes_the_same_where_launches_wait():
         env={**os.environ, "KDTREE_LAUNCH_BLOCKING": "1"},
     )
     assert done.stdout == "True\n", done.stderr
-
-
-FAULTY = """
-from engine import abi, build
-library = abi.Library(build.library("cuda"))
-nowhere = 1 << 20
-fields = dict.fromkeys(("node_count", "tokens", "parents", "choices", "accepted", "path", "bonus", "status"), nowhere)
-args = abi.TreeAcceptArgs(requests=1, budget=1, depth_limit=1, **fields)
-for _ in range(2):
-    try:
-        library.call("tree_accept", args)
-        print("nothing found")
-    except abi.EngineError as error:
-        print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.gpu
-def test_an_illegal_access_is_named_by_the_call_that_made_it():
-    """Case C40: without the switch, the call that finds it may be any later one."""
-    open_ops("cuda")
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTY],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=sources.CHECKOUT,
-        env={**os.environ, "KDTREE_LAUNCH_BLOCKING": "1"},
-    )
-    first, second = done.stdout.splitlines()
-    assert first.startswith("CudaError tree_accept_kernel: cudaErrorIllegalAddress: ")
-    assert second.startswith("CudaError ")  # nothing works any more in that process

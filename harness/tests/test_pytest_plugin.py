@@ -41,6 +41,46 @@ def pytest_addoption(parser):
 NO_GPU = gpu_missing() is not None
 
 
+DEVICE_TESTS = """
+import pytest
+from fake_device import launch_what_fails
+
+@pytest.fixture
+def device():
+    yield
+    print("released")
+
+@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.gpu
+def test_on_the_device(number, device):
+    if number == 3:
+        launch_what_fails(assertion=%r)
+"""
+# A kernel's error shows when something waits for the device, and from then on in every call.
+FAKE_DEVICE = """
+from harness import gpu_fault, pytest_plugin
+
+class Driver:
+    error = 0
+    def cuCtxSynchronize(self): return self.error
+    def cuGetErrorName(self, error, name): name._obj.value = b"CUDA_ERROR_ILLEGAL_ADDRESS"; return 0
+
+def launch_what_fails(assertion):
+    Driver.error = 700
+    assert not assertion, "the result is wrong"
+
+pytest_plugin._gpu_missing = lambda: None
+pytest_plugin.device_fault = lambda: gpu_fault.device_fault(Driver())
+"""
+# The same with a GPU: CuPy compiles a kernel that writes where nothing is.
+DEVICE = """
+def launch_what_fails(assertion):
+    import cupy
+    cupy.RawKernel('extern "C" __global__ void f(int* x) { *x = 1; }', "f")((1,), (1,), (4096,))
+    assert not assertion, "the result is wrong"
+"""
+
+
 @pytest.fixture
 def run(tmp_path: Path):
     """Runs pytest on TESTS in a folder of its own; returns the exit status and the output."""
@@ -119,3 +159,22 @@ def test_benchmarks_are_refused_under_xdist(run, arguments):
     assert run("-p", "fake_xdist", "--benchmark-only", "-k", "sum", "--numprocesses", 0)[0] == 0
     assert run("-p", "fake_xdist", "--benchmark-only", PYTEST_ADDOPTS="--numprocesses 2")[0] == 4
     assert run("-p", "fake_xdist", "--benchmark-skip", "-k", "plain", *arguments)[0] == 0
+
+
+@pytest.mark.parametrize("assertion", [False, True])
+@pytest.mark.parametrize("device", [FAKE_DEVICE, pytest.param(DEVICE, marks=pytest.mark.gpu)], ids=["fake", "gpu"])
+def test_the_test_that_breaks_the_device_is_named_and_the_run_ends_there(run, tmp_path, device, assertion):
+    """Case C40: also when that test fails anyway. Public issues: NVIDIA/cuml#7906, microsoft/skala#124."""
+    (tmp_path / "fake_device.py").write_text(device)
+    (tmp_path / "test_it.py").write_text(DEVICE_TESTS % assertion)
+    status, said = run("-v", "-s", "--tb=short")
+    assert status == 2
+    named = "test_it.py::test_on_the_device[3] left the device with CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert said.count(named) == 1
+    assert "ERROR at teardown of test_on_the_device[3]" in said
+    assert "this test left the device with CUDA_ERROR_ILLEGAL_ADDRESS; KDTREE_LAUNCH_BLOCKING=1 finds" in said
+    assert ("the result is wrong" in said) is assertion
+    assert f"{'1 failed, 2' if assertion else '3'} passed, 1 error" in said
+    assert said.count("released") == 3
+    for later in (4, 5, 6):
+        assert f"test_on_the_device[{later}]" not in said
