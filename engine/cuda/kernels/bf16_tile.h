@@ -1,0 +1,162 @@
+// The order in which tensor cores sum a product of bf16 rows over k, and the pipeline that feeds them. The order
+// depends on (in, out) alone, so a row has the same bits in every tile and beside any rows:
+//   k falls into steps of 64 (the last one filled up with zeros), the steps into slices(out) equal runs, one a warp;
+//   a slice adds its steps in ascending order, as mma.m16n8k16 does: outputs on its side of 16, rows on its side of 8;
+//   the slices' sums meet in ascending order: ((s0 + s1) + s2) + ...
+// A column of mma depends on its own row of x alone; zeros take part where a row, an output or a k is not there, and
+// what lies behind a row is never read.
+//
+// Within 32 k an mma takes them in an order of its own, the same for x and w: lane t of four holds k 8 t to 8 t + 7 of
+// its row, its first four go into the first mma and the others into the second. So 16 contiguous bytes of a row are
+// what one lane needs of it, and the lane that copies them is the lane that uses them: shared memory is a queue of each
+// lane's own, with neither barriers nor bank conflicts.
+#pragma once
+
+#include <initializer_list>
+
+#include "common/block.h"
+#include "common/error.h"
+#include "common/ptx.h"
+
+namespace kdtree {
+
+constexpr int kBf16Step = 64;   // k of a step: 128 bytes of a row, what memory gives at a time
+constexpr int kBf16Piece = 32;  // k of two mma
+constexpr int kBf16Vector = 8;  // elements of 16 bytes
+constexpr int kBf16Outs = 16;   // outputs of an mma
+constexpr int kBf16Rows = 8;    // rows of x of an mma
+constexpr int kFewOutputs = 4096;
+
+// Runs over k that are summed side by side: with few outputs there would be too few warps to keep memory busy.
+__host__ __device__ constexpr int bf16_slices(int out) { return out < kFewOutputs ? 8 : 4; }
+
+// The bf16 bits nearest to `value`, ties to even; a NaN stays one.
+__device__ inline uint16_t narrow(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// KDTREE_SIZE with the name and number of the first that is no multiple of 8, without which a row does not begin at a
+// multiple of 16 bytes.
+struct Bf16Extent {
+  const char* name;
+  int64_t value;
+};
+inline kdtree_status check_bf16_extents(const char* call, std::initializer_list<Bf16Extent> extents) {
+  for (const Bf16Extent& extent : extents)
+    if (extent.value % kBf16Vector != 0)
+      return fail(KDTREE_SIZE, "%s: %s is %lld, it must be a multiple of %d", call, extent.name,
+                  static_cast<long long>(extent.value), kBf16Vector);
+  return KDTREE_OK;
+}
+
+// A block of kSlices warps for kTiles x 16 outputs and kColumns x 8 rows. kPieces: of 32 k that a stage of the queue
+// holds, 1 or 2; kStages: of the queue, of which one is read while the others are on their way.
+template <int kTiles_, int kColumns_, int kSlices_, int kPieces_, int kStages_>
+struct Bf16Tile {
+  static constexpr int kTiles = kTiles_, kColumns = kColumns_, kSlices = kSlices_, kPieces = kPieces_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kOuts = kTiles * kBf16Outs, kRows = kColumns * kBf16Rows, kThreads = kSlices * kWarp;
+  static constexpr int kVectors = 2 * kTiles + kColumns;  // a lane has of 32 k
+  static constexpr int kJoinStride = kOuts + 4;           // keeps the rows' sums off each other's banks
+  static constexpr size_t kStageBytes = sizeof(uint4) * kThreads * kPieces * kVectors;
+  static constexpr size_t kJoinBytes = sizeof(float) * kSlices * kRows * kJoinStride;
+  static constexpr size_t kBytes = kStages * kStageBytes > kJoinBytes ? kStages * kStageBytes : kJoinBytes;
+  static_assert(kStages >= 2 && (kPieces == 1 || kPieces == 2), "a stage is read while another one is on its way");
+};
+
+// The vectors of 8 elements that a lane copies: of row lane / 4 of each 8 x 8 part, at k 8 (lane % 4). A row that is
+// not there counts as zeros.
+struct Bf16Row {
+  const uint16_t* first;
+  bool there;
+};
+
+// Leaves the slices' sums of the block's outputs in `shared`, for bf16_joined. weights(i): the lane's row of half i % 2
+// of tile i / 2; rows(n): of rows 8 n to 8 n + 7.
+template <class Tile, typename Weights, typename Rows>
+__device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, Weights weights, Rows rows) {
+  const int lane = lane_id(), slice = warp_id();
+  const int steps = static_cast<int>(ceil_div(in, kBf16Step));
+  constexpr int kStagesOfStep = kBf16Step / kBf16Piece / Tile::kPieces, kPieceVectors = Tile::kVectors * kWarp;
+  const int first = slice * steps / Tile::kSlices * kStagesOfStep;
+  const int count = (slice + 1) * steps / Tile::kSlices * kStagesOfStep - first;
+  constexpr int kStageVectors = Tile::kPieces * kPieceVectors;
+  uint4* const queue = reinterpret_cast<uint4*>(shared) + slice * Tile::kStages * kStageVectors + lane;
+
+  const auto copy = [&](int number, uint4* stage) {
+    if (number < count) {
+      KDTREE_UNROLL
+      for (int p = 0; p < Tile::kPieces; ++p) {
+        const int k = ((first + number) * Tile::kPieces + p) * kBf16Piece + lane % 4 * kBf16Vector;
+        uint4* const piece = stage + p * kPieceVectors;
+        KDTREE_UNROLL
+        for (int i = 0; i < 2 * Tile::kTiles; ++i) {
+          const Bf16Row row = weights(i);
+          copy_async_16(piece + i * kWarp, row.first + k, row.there && k < in);
+        }
+        KDTREE_UNROLL
+        for (int n = 0; n < Tile::kColumns; ++n) {
+          const Bf16Row row = rows(n);
+          copy_async_16(piece + (2 * Tile::kTiles + n) * kWarp, row.first + k, row.there && k < in);
+        }
+      }
+    }
+    commit_copies();
+  };
+
+  float sum[Tile::kTiles][Tile::kColumns][4] = {};
+  for (int number = 0; number < Tile::kStages - 1; ++number) copy(number, queue + number * kStageVectors);
+  int place = 0, free_place = Tile::kStages - 1;
+  for (int number = 0; number < count; ++number) {
+    wait_copies<Tile::kStages - 2>();
+    copy(number + Tile::kStages - 1, queue + free_place * kStageVectors);
+    KDTREE_UNROLL
+    for (int p = 0; p < Tile::kPieces; ++p) {
+      const uint4* const piece = queue + place * kStageVectors + p * kPieceVectors;
+      uint4 w[2 * Tile::kTiles];
+      KDTREE_UNROLL
+      for (int i = 0; i < 2 * Tile::kTiles; ++i) w[i] = piece[i * kWarp];
+      KDTREE_UNROLL
+      for (int n = 0; n < Tile::kColumns; ++n) {
+        const uint4 x = piece[(2 * Tile::kTiles + n) * kWarp];
+        KDTREE_UNROLL
+        for (int m = 0; m < Tile::kTiles; ++m) {
+          const uint4 upper = w[2 * m], lower = w[2 * m + 1];
+          mma_bf16(sum[m][n], {upper.x, lower.x, upper.y, lower.y}, {x.x, x.y});
+          mma_bf16(sum[m][n], {upper.z, lower.z, upper.w, lower.w}, {x.z, x.w});
+        }
+      }
+    }
+    free_place = place;
+    place = place + 1 == Tile::kStages ? 0 : place + 1;
+  }
+
+  __syncthreads();  // the queues of all warps are empty: the sums take their place
+  float* const own = reinterpret_cast<float*>(shared) + slice * Tile::kRows * Tile::kJoinStride;
+  KDTREE_UNROLL
+  for (int n = 0; n < Tile::kColumns; ++n) {
+    KDTREE_UNROLL
+    for (int m = 0; m < Tile::kTiles; ++m) {
+      KDTREE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int row = n * kBf16Rows + lane % 4 * 2 + i % 2, out = m * kBf16Outs + i / 2 * 8 + lane / 4;
+        own[row * Tile::kJoinStride + out] = sum[m][n][i];
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// The sum of (row, out) of the block's tile.
+template <class Tile>
+__device__ __forceinline__ float bf16_joined(const unsigned char* shared, int row, int out) {
+  const float* const sums = reinterpret_cast<const float*>(shared) + row * Tile::kJoinStride + out;
+  float sum = sums[0];
+  KDTREE_UNROLL
+  for (int s = 1; s < Tile::kSlices; ++s) sum = __fadd_rn(sum, sums[s * Tile::kRows * Tile::kJoinStride]);
+  return sum;
+}
+
+}  // namespace kdtree

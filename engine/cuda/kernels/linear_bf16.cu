@@ -1,0 +1,137 @@
+// y = x w^T on tensor cores: sums in the order of bf16_tile.h, which no tile shape changes.
+//
+// A block takes 16 to 64 outputs of up to 72 rows; its warps share them by slices of k. Weights go from memory into
+// each lane's own queue in shared memory, 40 KB and more of a multiprocessor's on their way, and are used for all rows
+// of the tile from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that
+// traffic at half of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
+//
+// Estimates for one H200 (4.3 TB/s copied, about 5.7 TB/s out of L2), none measured yet: 7168 -> 7168 and 18432 at 1 to
+// 33 rows 75-85 % of the copy bandwidth, 65 rows 50 % (L2), 7168 -> 2112 at 1 row 60 %; products of a few MB take
+// 3-4 us whatever they are.
+
+#include "common/error.h"
+#include "kernels/bf16_tile.h"
+#include "kernels/linear_bf16.h"
+
+namespace kdtree {
+namespace {
+
+constexpr int kMostSize = 1 << 30;
+constexpr int kMostOutputs = 65535 * kBf16Outs;  // the grid's second side
+constexpr int kMostTileRows = 9 * kBf16Rows;
+constexpr size_t kSharedBytes = 96 << 10;       // what every architecture has
+constexpr size_t kDeepSharedBytes = 208 << 10;  // sm_90 and sm_100
+constexpr int kMostStages = 6;
+
+// Row, output of one problem.
+struct Result {
+  void* y;
+  const void* add;
+  int64_t stride;
+  bool wide;
+
+  __device__ void put(int64_t row, int out, float sum) const {
+    const int64_t place = row * stride + out;
+    if (wide) {
+      static_cast<float*>(y)[place] = add == nullptr ? sum : __fadd_rn(sum, static_cast<const float*>(add)[place]);
+    } else {
+      const uint16_t* const terms = static_cast<const uint16_t*>(add);
+      static_cast<uint16_t*>(y)[place] = narrow(terms == nullptr ? sum : __fadd_rn(sum, widen(terms[place])));
+    }
+  }
+};
+
+// tile_rows: of a block, at most Tile::kRows.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16Args a, int tile_rows) {
+  KDTREE_DYNAMIC_SHARED(shared);
+  const int part = lane_id() / 4;
+  const int first_row = static_cast<int>(blockIdx.x) * tile_rows;
+  const int first_out = static_cast<int>(blockIdx.y) * Tile::kOuts;
+  const int rows = min(tile_rows, a.rows - first_row), outs = min(Tile::kOuts, a.out - first_out);
+  const uint16_t* const x = a.x + blockIdx.z * a.x_batch + (first_row + part) * a.x_stride;
+  const uint16_t* const w = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out + part) * a.in;
+  bf16_multiply<Tile>(
+      shared, a.in, [&](int i) { return Bf16Row{w + static_cast<int64_t>(8 * i) * a.in, 8 * i + part < outs}; },
+      [&](int n) { return Bf16Row{x + kBf16Rows * n * a.x_stride, kBf16Rows * n + part < rows}; });
+
+  const int64_t size = a.wide ? sizeof(float) : sizeof(uint16_t), skipped = blockIdx.z * a.y_batch * size;
+  const Result result{static_cast<unsigned char*>(a.y) + skipped,
+                      a.add == nullptr ? nullptr : static_cast<const unsigned char*>(a.add) + skipped, a.y_stride,
+                      a.wide};
+  for (int i = static_cast<int>(threadIdx.x); i < rows * Tile::kOuts; i += Tile::kThreads) {
+    const int row = i / Tile::kOuts, out = i % Tile::kOuts;
+    if (out < outs) result.put(first_row + row, first_out + out, bf16_joined<Tile>(shared, row, out));
+  }
+}
+
+constexpr int stages_in(size_t bytes, size_t stage) {
+  const int stages = static_cast<int>(bytes / stage);
+  return stages < kMostStages ? stages : kMostStages;
+}
+
+template <class Tile>
+kdtree_status launch_tile(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
+  KDTREE_RETURN_IF_FAILED(
+      allow_shared_memory(reinterpret_cast<const void*>(linear_bf16_kernel<Tile>), "linear_bf16_kernel", Tile::kBytes));
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tile_rows)),
+                  static_cast<unsigned>(ceil_div(a.out, Tile::kOuts)), static_cast<unsigned>(a.batch));
+  KDTREE_LAUNCH((linear_bf16_kernel<Tile>), grid, dim3(Tile::kThreads), Tile::kBytes, stream, a, tile_rows);
+  return check_launch("linear_bf16_kernel");
+}
+
+// kStages: as many as the tile is to have where shared memory allows it.
+template <int kTiles, int kColumns, int kSlices, int kPieces, int kStages>
+kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
+  constexpr size_t kStage = Bf16Tile<kTiles, kColumns, kSlices, kPieces, 2>::kStageBytes;
+  constexpr int kDeep = stages_in(kDeepSharedBytes, kStage), kShallow = stages_in(kSharedBytes, kStage);
+  using Deep = Bf16Tile < kTiles, kColumns, kSlices, kPieces, kStages<kDeep ? kStages : kDeep>;
+  using Shallow = Bf16Tile < kTiles, kColumns, kSlices, kPieces, kStages<kShallow ? kStages : kShallow>;
+  if constexpr (Deep::kStages > Shallow::kStages)
+    if (shared_memory_optin() >= Deep::kBytes) return launch_tile<Deep>(a, tile_rows, stream);
+  return launch_tile<Shallow>(a, tile_rows, stream);
+}
+
+// Arguments of launch: tiles of 16 outputs, of 8 rows, slices, pieces of 32 k a stage, stages.
+kdtree_status launch_few_outputs(const LinearBf16Args& a, int rows, cudaStream_t stream) {
+  if (rows <= 8) return launch<1, 1, 8, 2, 4>(a, rows, stream);
+  if (rows <= 16) return launch<1, 2, 8, 2, 3>(a, rows, stream);
+  if (rows <= 24) return launch<1, 3, 8, 1, 4>(a, rows, stream);
+  if (rows <= 40) return launch<2, 5, 8, 1, 5>(a, rows, stream);
+  return launch<1, 9, 8, 1, 4>(a, rows, stream);
+}
+
+kdtree_status launch_many_outputs(const LinearBf16Args& a, int rows, cudaStream_t stream) {
+  if (rows <= 4) return launch<1, 1, 4, 2, 4>(a, rows, stream);
+  if (rows <= 8) return launch<2, 1, 4, 2, 4>(a, rows, stream);
+  if (rows <= 16) return launch<2, 2, 4, 2, 4>(a, rows, stream);
+  if (rows <= 24) return launch<2, 3, 4, 2, 3>(a, rows, stream);
+  if (rows <= 40) return launch<4, 5, 4, 1, 6>(a, rows, stream);
+  return launch<4, 9, 4, 1, 5>(a, rows, stream);
+}
+
+}  // namespace
+
+kdtree_status linear_bf16(const LinearBf16Args& a, cudaStream_t stream) {
+  const size_t alignment = a.wide ? sizeof(float) : sizeof(uint16_t);
+  Arguments arguments("linear_bf16");
+  arguments.range("rows", a.rows, 1, kMostSize)
+      .range("out", a.out, 1, kMostOutputs)
+      .range("in", a.in, 1, kMostSize)
+      .range("batch", a.batch, 1, 65535)
+      .range("x_stride", a.x_stride, a.in, INT64_MAX)
+      .range("y_stride", a.y_stride, a.out, INT64_MAX)
+      .array("x", a.x, sizeof(uint4))
+      .array("w", a.w, sizeof(uint4))
+      .array("y", a.y, alignment)
+      .array("add", a.add, alignment, false);
+  KDTREE_RETURN_IF_FAILED(arguments.status());
+  KDTREE_RETURN_IF_FAILED(check_bf16_extents(
+      "linear_bf16", {{"in", a.in}, {"x_stride", a.x_stride}, {"x_batch", a.x_batch}, {"w_batch", a.w_batch}}));
+  // Equal tiles: 65 rows are one, 129 are two of 65.
+  const int tiles = static_cast<int>(ceil_div(a.rows, kMostTileRows));
+  const int rows = static_cast<int>(ceil_div(a.rows, tiles));
+  return bf16_slices(a.out) == 8 ? launch_few_outputs(a, rows, stream) : launch_many_outputs(a, rows, stream);
+}
+
+}  // namespace kdtree
