@@ -80,7 +80,9 @@ def eos_tokens(path: str | Path) -> tuple[int, ...]:
     else:
         try:
             with kdtr.open(path) as container:
-                found = container.get(PREFIX + "eos_token_id") if PREFIX + "eos_token_id" in container.info else None
+                nested = any(name.startswith(PREFIX + "text_config/") for name in container.info)
+                name = PREFIX + ("text_config/" if nested else "") + "eos_token_id"
+                found = container.get(name) if name in container.info else None
         except (OSError, kdtr.KDTRError) as error:
             raise CheckpointError(str(error)) from error
     return () if found is None else tuple(np.atleast_1d(found).tolist())

@@ -89,7 +89,7 @@ def load_drafter(
 def read_target(path: str | Path) -> tuple[ModelConfig, dict[str, Array]]:
     """Config and dequantised weights (float32; float64 where stored so) by published name."""
     raw, source = _open(Path(path), "model")
-    config = ModelConfig.from_dict({"q_lora_rank": None, **raw} if isinstance(source, KdtrSource) else raw)
+    config = ModelConfig.from_tree(raw) if isinstance(source, KdtrSource) else ModelConfig.from_dict(raw)
     head = {"lm_head.weight": (config.vocab_size, config.hidden_size)} if config.tie_word_embeddings else {}
     text = raw.get("text_config", raw)
     predicted = text.get("num_nextn_predict_layers", text.get("num_mtp_layers", 0)) or 0

@@ -176,7 +176,14 @@ class ModelConfig:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Array]) -> Self:
         """Read the `config/...` tensors among `tensors`; others are ignored."""
-        return cls.from_dict({"q_lora_rank": None, **tensors_to_tree(tensors)})
+        return cls.from_tree(tensors_to_tree(tensors))
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Self:
+        """Read a config that was kept as tensors, where null is what is absent."""
+        if isinstance(text := tree.get("text_config"), Mapping):
+            return cls.from_dict({**tree, "text_config": {"q_lora_rank": None, **text}})
+        return cls.from_dict({"q_lora_rank": None, **tree})
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Published tensor names of a checkpoint and their shapes, in file order of the layers."""

@@ -206,6 +206,8 @@ def test_round_trips(changes):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     tensors = config.to_tensors()
     assert ModelConfig.from_tensors({**tensors, "lm_head.weight": np.zeros(1)}) == config
+    nested = tree_to_tensors({"model_type": "kimi_k25", "text_config": config.to_dict()})
+    assert ModelConfig.from_tensors(nested) == config
     assert ("config/q_lora_rank" in tensors) == (config.q_lora_rank is not None)
     assert tensors["config/kv_lora_rank"].dtype == np.int64
     assert tensors["config/kv_lora_rank"].shape == ()

@@ -105,7 +105,8 @@ extern "C" kdtree_status kdtree_model_read(kdtree_model* model, const char* path
   return guarded([&] {
     needed("kdtree_model_read", "model", model);
     needed("kdtree_model_read", "path", path);
-    model->tensors = read_kdtr(path, model->kind);
+    TensorMap tensors = read_kdtr(path, model->kind);
+    model->tensors = model->kind == "model" ? language_model(std::move(tensors)) : std::move(tensors);
   });
 }
 

@@ -1,4 +1,6 @@
 #include <cmath>
+#include <iterator>
+#include <sstream>
 
 #include "model/config.h"
 #include "model/config_reader.h"
@@ -8,110 +10,82 @@ namespace {
 
 using Shapes = std::map<std::string, std::vector<int64_t>>;
 
+std::set<std::string> words(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), {}};
+}
+
 // Bookkeeping, training, generation defaults, tokens: nothing that a forward pass reads.
 const std::set<std::string>& neutral_keys() {
-  static const std::set<std::string> keys{"architectures",
-                                          "auto_map",
-                                          "_name_or_path",
-                                          "_attn_implementation",
-                                          "_attn_implementation_autoset",
-                                          "_commit_hash",
-                                          "transformers_version",
-                                          "torch_dtype",
-                                          "dtype",
-                                          "tokenizer_class",
-                                          "use_cache",
-                                          "return_dict",
-                                          "output_attentions",
-                                          "output_hidden_states",
-                                          "output_scores",
-                                          "output_router_logits",
-                                          "torchscript",
-                                          "use_bfloat16",
-                                          "tf_legacy_loss",
-                                          "problem_type",
-                                          "finetuning_task",
-                                          "task_specific_params",
-                                          "id2label",
-                                          "label2id",
-                                          "pruned_heads",
-                                          "is_decoder",
-                                          "is_encoder_decoder",
-                                          "add_cross_attention",
-                                          "cross_attention_hidden_size",
-                                          "tie_encoder_decoder",
-                                          "chunk_size_feed_forward",
-                                          "initializer_range",
-                                          "attention_dropout",
-                                          "aux_loss_alpha",
-                                          "seq_aux",
-                                          "ep_size",
-                                          "pretraining_tp",
-                                          "num_nextn_predict_layers",
-                                          "num_mtp_layers",
-                                          "pad_token_id",
-                                          "sep_token_id",
-                                          "decoder_start_token_id",
-                                          "prefix",
-                                          "bad_words_ids",
-                                          "begin_suppress_tokens",
-                                          "suppress_tokens",
-                                          "diversity_penalty",
-                                          "do_sample",
-                                          "early_stopping",
-                                          "encoder_no_repeat_ngram_size",
-                                          "exponential_decay_length_penalty",
-                                          "forced_bos_token_id",
-                                          "forced_eos_token_id",
-                                          "length_penalty",
-                                          "max_length",
-                                          "min_length",
-                                          "no_repeat_ngram_size",
-                                          "num_beam_groups",
-                                          "num_beams",
-                                          "num_return_sequences",
-                                          "remove_invalid_values",
-                                          "repetition_penalty",
-                                          "return_dict_in_generate",
-                                          "temperature",
-                                          "top_k",
-                                          "top_p",
-                                          "typical_p",
-                                          "max_position_embeddings",
-                                          "bos_token_id",
-                                          "eos_token_id"};
+  static const std::set<std::string> keys = words(
+      "architectures auto_map _name_or_path _attn_implementation _attn_implementation_autoset "
+      "_commit_hash transformers_version torch_dtype dtype tokenizer_class use_cache return_dict "
+      "output_attentions output_hidden_states output_scores output_router_logits torchscript "
+      "use_bfloat16 tf_legacy_loss problem_type finetuning_task task_specific_params id2label label2id "
+      "pruned_heads is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size "
+      "tie_encoder_decoder chunk_size_feed_forward initializer_range attention_dropout aux_loss_alpha "
+      "seq_aux ep_size pretraining_tp num_nextn_predict_layers num_mtp_layers pad_token_id sep_token_id "
+      "decoder_start_token_id prefix bad_words_ids begin_suppress_tokens suppress_tokens "
+      "diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
+      "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty "
+      "max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+      "remove_invalid_values repetition_penalty return_dict_in_generate temperature top_k top_p "
+      "typical_p");
   return keys;
 }
 
 double magnitude(double factor, double mscale) { return factor > 1 ? 0.1 * mscale * std::log(factor) + 1.0 : 1.0; }
 
-// rope_theta beside rope_scaling{type, ...}, or rope_parameters{rope_type, rope_theta, ...}. mscale_all_dim: also
-// returned, it scales the scores. given_amplitude: whether the config gives the amplitude outright.
+bool same_entries(const std::map<std::string, const HostTensor*>& a,
+                  const std::map<std::string, const HostTensor*>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    return x.first == y.first && ConfigReader::equal(*x.second, *y.second);
+  });
+}
+
+// The parts of one spelling that may be written in two ways, or outside of it.
+struct RopeBase {
+  std::string kind;
+  double theta;
+};
+
+RopeBase read_rope_base(ConfigReader& config, ConfigReader& inner) {
+  inner.only("type", {"default", "yarn"});
+  inner.only("rope_type", {"default", "yarn"});
+  const RopeBase base{inner.text("type", inner.text("rope_type", "default")),
+                      (inner.has("rope_theta") ? inner : config).number("rope_theta")};
+  if (config.has("rope_theta") && config.number("rope_theta") != base.theta)
+    config.fail("rope_theta", "differs from that of the rope parameters");
+  if (inner.has("type") && inner.has("rope_type") && inner.text("rope_type", "") != base.kind)
+    inner.fail("type", "differs from rope_type");
+  config.ignore("rope_theta");
+  return base;
+}
+
+// rope_theta beside rope_scaling{type, ...}, or rope_parameters{rope_type, rope_theta, ...}, or both if they say the
+// same. mscale_all_dim: also returned, it scales the scores. given_amplitude: whether the config gives the amplitude.
 RopeParameters read_rope(ConfigReader& config, double* mscale_all_dim, bool* given_amplitude) {
   *mscale_all_dim = 0;
   *given_amplitude = false;
   RopeParameters rope{0, false, 1, 0, 32, 1, 1, true};
-  const bool scaling = config.has_object("rope_scaling"), parameters = config.has_object("rope_parameters");
-  if (scaling && parameters) config.fail("rope_scaling", "stands beside rope_parameters; one of them must go");
+  const bool parameters = config.has_object("rope_parameters"), scaling = config.has_object("rope_scaling");
   if (!scaling && !parameters) {
     rope.theta = config.number("rope_theta");
     return rope;
   }
-  ConfigReader inner = config.object(scaling ? "rope_scaling" : "rope_parameters");
-  if (inner.has("rope_theta")) {
-    rope.theta = inner.number("rope_theta");
-    if (config.has("rope_theta") && config.number("rope_theta") != rope.theta)
-      config.fail("rope_theta", "differs from that of the rope parameters");
-  } else {
-    rope.theta = config.number("rope_theta");
+  ConfigReader inner = config.object(parameters ? "rope_parameters" : "rope_scaling");
+  const auto [kind, theta] = read_rope_base(config, inner);
+  rope.theta = theta;
+  if (scaling && parameters) {
+    ConfigReader other = config.object("rope_scaling");
+    const RopeBase base = read_rope_base(config, other);
+    auto ours = config.entries("rope_parameters"), theirs = config.entries("rope_scaling");
+    for (auto* entries : {&ours, &theirs})
+      for (const char* name : {"/type", "/rope_type", "/rope_theta"}) entries->erase(name);
+    if (base.kind != kind || base.theta != theta || !same_entries(ours, theirs))
+      config.fail("rope_scaling", "differs from rope_parameters");
   }
-  config.ignore("rope_theta");
-  inner.only("type", {"default", "yarn"});
-  inner.only("rope_type", {"default", "yarn"});
   inner.only("partial_rotary_factor", {"1"});
-  const std::string kind = inner.text("type", inner.text("rope_type", "default"));
-  if (inner.has("type") && inner.has("rope_type") && inner.text("rope_type", "") != kind)
-    inner.fail("type", "differs from rope_type");
   if (kind == "yarn") {
     rope.yarn = true;
     rope.factor = inner.number("factor");
@@ -134,6 +108,36 @@ RopeParameters read_rope(ConfigReader& config, double* mscale_all_dim, bool* giv
   return rope;
 }
 
+bool starts_with(const std::string& text, const std::string& start) {
+  return text.compare(0, start.size(), start) == 0;
+}
+
+// The nested text_config takes the place of the whole config; what the outer one says of the language model must agree.
+void take_text_config(TensorMap* tensors) {
+  ConfigReader outer(*tensors, "multimodal config");
+  const ConfigReader text = outer.object("text_config");
+  TensorMap taken;
+  for (const auto& [rest, entry] : outer.entries("text_config")) taken["config" + rest] = *entry;
+  for (const std::string key : {"tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters"}) {
+    const auto given = outer.entries(key), own = text.entries(key);
+    for (const auto& [rest, entry] : given) {
+      outer.ignore(key + rest);
+      taken.try_emplace("config/" + key + rest, *entry);
+    }
+    if (!given.empty() && !own.empty() && !same_entries(given, own))
+      outer.fail(key, "differs from that of text_config");
+  }
+  for (const std::string& key : words("model_type bos_token_id eos_token_id quantization_config/ ignore_index "
+                                      "use_unified_vision_chunk projection_hidden_size projection_layer_norm_eps"))
+    outer.ignore(key);
+  for (const char* prefix : {"vision_", "image_", "video_", "media_", "mm_"}) outer.ignore_prefix(prefix);
+  outer.finish(neutral_keys());
+  const std::string config = "config/";
+  auto at = tensors->lower_bound(config);
+  while (at != tensors->end() && starts_with(at->first, config)) at = tensors->erase(at);
+  tensors->merge(taken);
+}
+
 void add_swiglu(Shapes* shapes, const std::string& at, int64_t hidden, int64_t width) {
   (*shapes)[at + "gate_proj.weight"] = {width, hidden};
   (*shapes)[at + "up_proj.weight"] = {width, hidden};
@@ -141,6 +145,34 @@ void add_swiglu(Shapes* shapes, const std::string& at, int64_t hidden, int64_t w
 }
 
 }  // namespace
+
+TensorMap language_model(TensorMap tensors) {
+  const std::string inner = "language_model.", layer = "model.layers.", rotary_buffer = ".rotary_emb.inv_freq";
+  const bool nested = ConfigReader(tensors, "").has_object("text_config");
+  if (nested) take_text_config(&tensors);
+  ConfigReader config(tensors, "target config");
+  const int64_t layers = config.integer("num_hidden_layers", 1, 0);
+  const char* const predicting = config.has("num_nextn_predict_layers") ? "num_nextn_predict_layers" : "num_mtp_layers";
+  const int64_t predicted = config.integer(predicting, 0, 0);
+  const auto unread = [&](const std::string& name) {
+    if (nested && (starts_with(name, "vision_tower.") || starts_with(name, "mm_projector."))) return true;
+    if (name.size() >= rotary_buffer.size() && name.rfind(rotary_buffer) == name.size() - rotary_buffer.size())
+      return true;
+    if (!starts_with(name, layer)) return false;
+    char* end = nullptr;
+    const int64_t number = std::strtoll(name.c_str() + layer.size(), &end, 10);
+    return *end == '.' && number >= layers && number < layers + predicted;
+  };
+  TensorMap made;
+  while (!tensors.empty()) {
+    auto node = tensors.extract(tensors.begin());
+    if (nested && starts_with(node.key(), inner)) node.key().erase(0, inner.size());
+    if (unread(node.key())) continue;
+    const auto done = made.insert(std::move(node));
+    if (!done.inserted) throw ModelError(done.node.key() + " is there twice, once behind " + inner);
+  }
+  return made;
+}
 
 TargetConfig TargetConfig::read(const TensorMap& tensors) {
   ConfigReader config(tensors, "target config");
@@ -182,6 +214,7 @@ TargetConfig TargetConfig::read(const TensorMap& tensors) {
   config.only("head_dim", {std::to_string(c.qk_rope_head_dim)});
   config.only("qk_head_dim", {std::to_string(c.qk_nope_head_dim + c.qk_rope_head_dim)});
   config.ignore("quantization_config/");  // about storage: weights come here dequantised
+  for (const char* key : {"max_position_embeddings", "bos_token_id", "eos_token_id"}) config.ignore(key);
   double mscale_all_dim = 0;
   bool given = false;
   c.rope = read_rope(config, &mscale_all_dim, &given);
@@ -262,8 +295,9 @@ DrafterConfig DrafterConfig::read(const TensorMap& tensors) {
   config.only("mask_token_id", {std::to_string(c.mask_token_id)});
   if (config.has("target_layer_ids") && config.integers("target_layer_ids", 0) != c.target_layer_ids)
     config.fail("target_layer_ids", "differs from that of dflash_config");
-  config.ignore("tie_word_embeddings");
-  config.ignore("max_window_layers");
+  for (const char* key :
+       {"max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "max_window_layers"})
+    config.ignore(key);
   double mscale_all_dim = 0;
   bool given = false;
   c.rope = read_rope(config, &mscale_all_dim, &given);
@@ -319,8 +353,7 @@ void check_weights(const TensorMap& tensors, const Shapes& shapes, const Shapes&
   for (const auto& [name, shape] : shapes)
     if (tensors.count(name) == 0) fault("missing " + name + " " + shape_text(shape));
   for (const auto& [name, tensor] : tensors)
-    if (name.compare(0, 7, "config/") != 0 && shapes.count(name) == 0 && optional.count(name) == 0)
-      fault("surplus " + name);
+    if (!starts_with(name, "config/") && shapes.count(name) == 0 && optional.count(name) == 0) fault("surplus " + name);
   for (const auto& [name, shape] : shapes) misshapen(name, shape);
   for (const auto& [name, shape] : optional) misshapen(name, shape);
   if (count > 0) throw ModelError(std::to_string(count) + " faults in the weights: " + faults);

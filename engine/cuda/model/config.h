@@ -12,6 +12,11 @@
 
 namespace kdtree {
 
+// The tensors of a target's file as a forward pass reads them, by their published names: of a multimodal model those of
+// its language model (names behind `language_model.`, a nested text_config); layers that predict several tokens and
+// stored rotary frequencies are left out. Throws ModelError where the two halves of such a config disagree.
+TensorMap language_model(TensorMap tensors);
+
 struct TargetConfig {
   int vocab_size, hidden_size, intermediate_size, moe_intermediate_size, num_hidden_layers, num_attention_heads;
   int q_lora_rank;  // 0: one q_proj

@@ -29,6 +29,24 @@ class ConfigReader {
     return ConfigReader(tensors_, where_ + ", " + key, prefix_ + key + "/");
   }
   void ignore(const std::string& key) { taken_.insert(key); }
+  void ignore_prefix(const std::string& prefix) {
+    const std::string start = prefix_ + prefix;
+    for (auto at = tensors_.lower_bound(start); at != tensors_.end(); ++at) {
+      if (at->first.compare(0, start.size(), start) != 0) break;
+      taken_.insert(at->first.substr(prefix_.size()));
+    }
+  }
+  // What stands at a key: "" for a value, "/a", "/b/c" for the entries of an object.
+  std::map<std::string, const HostTensor*> entries(const std::string& key) const {
+    std::map<std::string, const HostTensor*> found;
+    const std::string start = prefix_ + key;
+    for (auto at = tensors_.lower_bound(start); at != tensors_.end(); ++at) {
+      if (at->first.compare(0, start.size(), start) != 0) break;
+      const std::string rest = at->first.substr(start.size());
+      if (rest.empty() || rest[0] == '/') found[rest] = &at->second;
+    }
+    return found;
+  }
 
   int64_t integer(const std::string& key, int64_t least = 1) { return integer_of(take(key), key, least); }
   int64_t integer(const std::string& key, int64_t least, int64_t otherwise) {
@@ -36,9 +54,7 @@ class ConfigReader {
   }
   double number(const std::string& key) {
     const HostTensor& entry = take(key);
-    double value = NAN;
-    if (entry.shape.empty() && entry.dtype == "f64") std::memcpy(&value, entry.data.data(), sizeof value);
-    if (entry.shape.empty() && entry.dtype == "i64") value = static_cast<double>(load(entry, 0));
+    const double value = number_of(entry).value_or(NAN);
     if (!(std::isfinite(value) && value > 0)) fail(key, "must be a positive number, got " + text_of(entry));
     return value;
   }
@@ -98,6 +114,13 @@ class ConfigReader {
     if (!unknown.empty()) throw ModelError(where_ + ": not understood and possibly changing the numbers: " + unknown);
   }
 
+  // Equal numbers, of whatever type, or the same entry.
+  static bool equal(const HostTensor& a, const HostTensor& b) {
+    const auto x = number_of(a), y = number_of(b);
+    if (x && y) return *x == *y;
+    return a.dtype == b.dtype && a.shape == b.shape && a.data == b.data;
+  }
+
   [[noreturn]] void fail(const std::string& key, const std::string& what) const {
     throw ModelError(where_ + ": " + key + " " + what);
   }
@@ -113,6 +136,12 @@ class ConfigReader {
     int64_t value;
     std::memcpy(&value, entry.data.data() + index * sizeof value, sizeof value);
     return value;
+  }
+  static std::optional<double> number_of(const HostTensor& entry) {
+    if (!entry.shape.empty() || (entry.dtype != "f64" && entry.dtype != "i64")) return std::nullopt;
+    double value = 0;
+    if (entry.dtype == "f64") std::memcpy(&value, entry.data.data(), sizeof value);
+    return entry.dtype == "f64" ? value : static_cast<double>(load(entry, 0));
   }
   int64_t integer_of(const HostTensor& entry, const std::string& key, int64_t least) const {
     if (!entry.shape.empty() || entry.dtype != "i64" || load(entry, 0) < least || load(entry, 0) > INT32_MAX)
