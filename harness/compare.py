@@ -21,7 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
-from harness import records, stats
+from harness import records, stats, tables
 from harness.console import say
 from harness.environment import CHECKOUT, driver_major
 from harness.records import Environment, Row
@@ -253,14 +253,9 @@ def _check_ratio(row: Row, old: Row, rows: Sequence[Row], old_rows: Sequence[Row
 
 
 def _times_faster(row: Row, rows: Sequence[Row]) -> stats.Number:
-    """How many times faster the row is than the arm it took turns with, from paired samples."""
+    """How many times faster the row is than the arm it took turns with, which is among `rows`."""
     partner = next((r for r in rows if r.key == (row.case, row.case_hash, row.against)), None)
-    if partner is None or partner.status != "OK" or partner.timing is None or row.timing is None:
-        return stats.Number(None, f"arm {row.against} was not measured")
-    theirs, ours = partner.timing, row.timing
-    if not theirs.paired(ours):
-        return stats.Number(None, f"the samples of arm {row.against} are not those of the same turns")
-    return stats.times_faster(theirs, ours)
+    return tables.faster(partner, row)
 
 
 def _find(row: Row, baselines: Sequence[Baseline]) -> tuple[Baseline, Row] | None:

@@ -166,8 +166,10 @@ def looping(row: Row) -> bool:
 
 def faster(base: Row | None, row: Row | None) -> Number:
     """How many times faster `row` is than `base`, with its 95 % interval; the reason where that cannot be told."""
-    if base is None or row is None:
+    if row is None or (base is None and row.against is None):
         return Number(None, "there is no arm to set it against")
+    if base is None:
+        return Number(None, f"arm {row.against} was not measured")
     for side in (base, row):
         if side.status != "OK":
             return Number(None, f"arm {side.arm} {status_words(side)}")

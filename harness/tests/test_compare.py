@@ -133,6 +133,8 @@ def test_a_ratio_needs_samples_of_the_same_turns():
     rows[0] = dataclasses.replace(rows[0], timing=timed(1.0, samples_s=times(1.0, 11)))
     assert results(against(rows, run()), "ratio") == [NOT_COMPARABLE]
     assert results(against(run()[1:], run()), "ratio") == [NOT_COMPARABLE]
+    reasons = [line.reason for line in against(run()[1:], run()).lines if line.check == "ratio"]
+    assert reasons == ["arm ar was not measured"]
 
 
 def changed(
