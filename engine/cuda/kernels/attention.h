@@ -1,4 +1,4 @@
-// Attention over the cache, float32.
+// Attention over the cache.
 #pragma once
 
 #include "kernels/layers.h"
@@ -34,6 +34,30 @@ struct MlaAttentionArgs {
 // At most 256 MiB. A pass whose chunks do not fit the workspace gets the same bits from fewer blocks.
 size_t mla_attention_workspace(int rows, int heads, int rank, int longest);
 kdtree_status mla_attention(const MlaAttentionArgs& args, cudaStream_t stream);
+
+// The same in bf16, for 512 latents and 64 rope channels: products of bf16 values summed in float32, weights rounded to
+// bf16. The exact form: a row's bits depend on its own keys alone, by their absolute positions.
+struct MlaAttentionBf16Args {
+  Rows rows;
+  const uint16_t* q_latent;                // [M, heads, 512] bf16
+  const uint16_t* q_rope;                  // [M, heads, 64] bf16, rotated
+  int64_t q_latent_stride, q_rope_stride;  // elements from row to row; heads lie q_latent_head, q_rope_head apart; even
+  int64_t q_latent_head, q_rope_head;
+  kdtree_cache_view cache;  // row_bytes = 1152; base and strides multiples of 16; the rows of the pass are written
+  int layer;
+  uint16_t* out;  // [M, heads, 512] bf16
+  float* lse;     // [M, heads] natural logarithm; may be NULL
+  int heads;      // 16, 32, 64 or 128
+  float scale;
+  int longest;        // the most keys any row may have (host bound for the grid: the capacity of the cache)
+  int shared_memory;  // bytes that a block may take; 0: what the device allows. Changes the speed alone
+  void* workspace;
+  size_t workspace_size;
+};
+// At most 256 MiB, unless 64 head rows need more. A pass takes less too, down to 64 head rows' worth: the same bits
+// from more launches.
+size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest);
+kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& args, cudaStream_t stream);
 
 // Grouped-query attention of a drafter's block over its context and itself, unmasked (reference/dflash.py
 // `grouped_attention`). Context keys and values: cache [R, capacity, 2, kv_heads, dim]; the block's own: [R, b, 2,

@@ -1,0 +1,265 @@
+// Attention of 64 head rows over tiles of 32 keys in shared memory, bf16 with float32 sums, by 8 warps.
+//
+// All products run on tensor cores (common/ptx.h has the layout of their fragments).
+//   scores   warp w holds rows 32 (w / 4) to 32 (w / 4) + 31 of the queries in registers, channels 144 (w % 4) to
+//            144 (w % 4) + 143, and multiplies them with all keys. The four sums of a score meet in shared memory and
+//            are added in the order of their channels.
+//   weights  warp w has rows 8 w to 8 w + 7, four lanes a row, eight keys a lane.
+//   values   warp w has columns 64 w to 64 w + 63 of all rows.
+// A row's sums run in an order that nothing but the place of a key in its tile decides, and no row enters another's.
+#pragma once
+
+#include "common/block.h"
+#include "common/ptx.h"
+
+namespace kdtree::mla_bf16 {
+
+constexpr int kLatent = 512, kRope = 64, kWidth = kLatent + kRope;
+constexpr int kRowBytes = 2 * kWidth;
+constexpr int kKeys = 32;      // of a tile
+constexpr int kHeadRows = 64;  // of a block
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kQuarters = 4;  // of the channels
+constexpr int kSteps = kWidth / kQuarters / 16;
+constexpr int kColumns = kLatent / kWarps;  // of a warp
+
+// 16 bytes more than a row has: the 8 rows that a matrix load reads at a time lie in different banks.
+constexpr int kStride = kRowBytes + 16;
+constexpr int kTileBytes = kKeys * kStride;
+
+// What a block works through: tiles that all its rows share, then for each tile a turn for each node. The same for all
+// threads, and looked up rather than kept.
+struct Work {
+  int request;
+  int first_row;   // node * heads + head of the first of the 64 rows, in its request
+  int nodes;       // 1, 2 or 4
+  int prefix;      // keys that all nodes of the request share
+  int counts[4];   // keys of each node, of the rows' request; 0: not a node
+  int first_tile;  // of the part
+  int shared;      // tiles, of the part
+  int turns;
+
+  __device__ int tile(int turn) const { return first_tile + (turn < shared ? turn : shared + (turn - shared) / nodes); }
+  __device__ int node(int turn) const { return turn < shared ? -1 : (turn - shared) % nodes; }
+  // Keys of row `row` of the block.
+  __device__ int count_of(int row) const { return counts[row * nodes / kHeadRows]; }
+};
+
+// Score sums on their way: 8 rows get three sums each from others, a float4 a lane for either half of the keys. Where
+// they lay, the warp that had them then leaves the weights of its rows.
+constexpr int kGroupBytes = (kQuarters - 1) * 2 * kWarp * 16;
+constexpr int kMeetingBytes = kWarps * kGroupBytes;
+
+struct Shared {
+  float factors[2][kHeadRows];
+  float peaks[kHeadRows];   // of the chunks before in the part
+  float totals[kHeadRows];  // and their weights
+  Work work;
+};
+constexpr size_t shared_bytes(int stages) {
+  return static_cast<size_t>(stages) * kTileBytes + kMeetingBytes + sizeof(Shared);
+}
+
+using Query = uint32_t[2][kSteps][4];  // fragments of rows 16 m, channels 16 k of the warp's share
+using Sums = float[4][kColumns / 8][4];
+
+// The thread in its block. The compiler would keep every address that it once made of it, which costs the registers
+// that the sums need: again() is the same thread, but the compiler does not know.
+struct Thread {
+  int warp, lane;
+
+  __device__ static Thread again() {
+    int thread = static_cast<int>(threadIdx.x);
+#ifndef KDTREE_HOST
+    asm volatile("" : "+r"(thread));
+#endif
+    return {thread / kWarp, thread % kWarp};
+  }
+  __device__ int quarter() const { return warp % kQuarters; }
+  __device__ int own_row() const { return warp * 8 + lane / 4; }  // whose softmax it computes
+};
+
+// Two floats as bf16, to nearest, ties to even; the first in the low half.
+__device__ inline uint32_t narrow_pair(float first, float second) {
+#ifdef KDTREE_HOST
+  const auto narrow = [](float value) {
+    const uint32_t bits = __float_as_uint(value);
+    return value == value ? (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16 : 0x7fffu;
+  };
+  return narrow(first) | narrow(second) << 16;
+#else
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#endif
+}
+
+// 2^(from - to) for the rescaling of sums: 0 where nothing was summed yet.
+__device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.0f : exp2f(from - to); }
+
+// How two sums over different keys become one. The one formula by which chunks are joined, in the order of their keys.
+struct Join {
+  float peak, first, second;  // factors of the two
+
+  __device__ Join(float peak_a, float peak_b)
+      : peak(fmaxf(peak_a, peak_b)), first(rescale(peak_a, peak)), second(rescale(peak_b, peak)) {}
+  __device__ float operator()(float a, float b) const { return fmaf(a, first, b * second); }
+};
+
+// The softmax of a row so far, the same in its four lanes.
+struct RowState {
+  float peak = -INFINITY;  // what weights are relative to, a logarithm to base 2
+  float total = 0;         // of the weights
+
+  // Weights of the lane's keys; -INFINITY among the scores is a key that is not seen. Returns what the row's older sums
+  // are to be multiplied with. The peak follows the largest score only when that is 2^8 times as heavy: then it moves
+  // once or twice in a chunk, and the sums, most of the state, are rarely touched. Weights up to 2^8 cost no precision.
+  __device__ float operator()(float (&scores)[8]) {
+    float largest = scores[0];  // fmaxf leaves a NaN out, but its weight is NaN below
+    KDTREE_UNROLL
+    for (int i = 1; i < 8; ++i) largest = fmaxf(largest, scores[i]);
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    float factor = 1;
+    if (largest > peak + 8) {
+      factor = rescale(peak, largest);
+      peak = largest;
+    }
+    float sum = 0;
+    KDTREE_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      scores[i] = scores[i] == -INFINITY ? 0.0f : exp2f(scores[i] - peak);
+      sum += scores[i];
+    }
+    sum += __shfl_xor_sync(kAllLanes, sum, 1);
+    sum += __shfl_xor_sync(kAllLanes, sum, 2);
+    total = fmaf(total, factor, sum);
+    return factor;
+  }
+};
+
+// The lane's first key of a row's eight is 2 (lane % 4); key i of them in the tile:
+__device__ inline int key_of(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+
+__device__ inline unsigned char* sums_from(unsigned char* meeting, int lane, int group, int source, int half) {
+  const int place = source - (source > group % kQuarters ? 1 : 0);
+  return meeting + group * kGroupBytes + ((place * 2 + half) * kWarp + lane) * 16;
+}
+
+// Scores of the warp's query rows with the tile over its share of the channels, handed out. own: those of rows 8 w to
+// 8 w + 7, key_of order.
+__device__ inline void multiply_keys(const Query& query, const unsigned char* tile, unsigned char* meeting,
+                                     float (&own)[8]) {
+  const auto [warp, lane] = Thread::again();
+  const int quarter = warp % kQuarters;
+  const unsigned char* const at =
+      tile + (lane / 16 * 8 + lane % 8) * kStride + quarter * kSteps * 32 + lane / 8 % 2 * 16;
+  KDTREE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    float sums[2][2][4] = {};
+    KDTREE_UNROLL
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t keys[4];
+      load_matrix(keys, at + half * 16 * kStride + k * 32);
+      const uint32_t first[2] = {keys[0], keys[1]}, second[2] = {keys[2], keys[3]};
+      KDTREE_UNROLL
+      for (int m = 0; m < 2; ++m) {
+        mma_bf16(sums[m][0], query[m][k], first);
+        mma_bf16(sums[m][1], query[m][k], second);
+      }
+    }
+    KDTREE_UNROLL
+    for (int part = 0; part < kQuarters; ++part) {
+      const int m = part / 2, low = part % 2 * 2;
+      const float4 sum = make_float4(sums[m][0][low], sums[m][0][low + 1], sums[m][1][low], sums[m][1][low + 1]);
+      if (part == quarter) {
+        own[4 * half] = sum.x, own[4 * half + 1] = sum.y, own[4 * half + 2] = sum.z, own[4 * half + 3] = sum.w;
+      } else {
+        *reinterpret_cast<float4*>(sums_from(meeting, lane, warp / kQuarters * kQuarters + part, quarter, half)) = sum;
+      }
+    }
+  }
+}
+
+// The sums of the four quarters for the warp's rows, in their order.
+__device__ inline void add_quarters(unsigned char* meeting, float (&own)[8]) {
+  const auto [warp, lane] = Thread::again();
+  const int quarter = warp % kQuarters;
+  KDTREE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    float4 sum = make_float4(0, 0, 0, 0);
+    KDTREE_UNROLL
+    for (int source = 0; source < kQuarters; ++source) {
+      const float4 next = source == quarter
+                              ? make_float4(own[4 * half], own[4 * half + 1], own[4 * half + 2], own[4 * half + 3])
+                              : *reinterpret_cast<const float4*>(sums_from(meeting, lane, warp, source, half));
+      if (source == 0) {
+        sum = next;
+      } else {
+        sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
+      }
+    }
+    own[4 * half] = sum.x, own[4 * half + 1] = sum.y, own[4 * half + 2] = sum.z, own[4 * half + 3] = sum.w;
+  }
+}
+
+// 16 bytes of weights of a row of a group: keys 8 piece to 8 piece + 7. Turned so that 8 rows lie in different banks.
+__device__ inline unsigned char* weights_at(unsigned char* meeting, int group, int row, int piece) {
+  return meeting + group * kGroupBytes + row * 2 * kKeys + (piece ^ row / 2 % 4) * 16;
+}
+
+// Leaves the weights of the warp's rows where their score sums lay; all lanes have taken those.
+__device__ inline void leave_weights(unsigned char* meeting, const float (&weights)[8]) {
+  const auto [warp, lane] = Thread::again();
+  __syncwarp();
+  KDTREE_UNROLL
+  for (int piece = 0; piece < 4; ++piece)
+    *reinterpret_cast<uint32_t*>(weights_at(meeting, warp, lane / 4, piece) + lane % 4 * 4) =
+        narrow_pair(weights[2 * piece], weights[2 * piece + 1]);
+}
+
+// sums += weights times values, for the rows 16 m with `nodes` m / 4 = node alone or, if kAll, for all of them.
+template <bool kAll>
+__device__ inline void multiply_values(const unsigned char* tile, unsigned char* meeting, int nodes, int node,
+                                       Sums& sums) {
+  const auto [warp, lane] = Thread::again();
+  const unsigned char* const at = tile + (lane / 8 % 2 * 8 + lane % 8) * kStride + warp * kColumns * 2 + lane / 16 * 16;
+  KDTREE_UNROLL
+  for (int k = 0; k < kKeys / 16; ++k) {
+    uint32_t weights[4][4];
+    KDTREE_UNROLL
+    for (int m = 0; m < 4; ++m)
+      load_matrix(weights[m], weights_at(meeting, 2 * m + lane / 8 % 2, lane % 8, 2 * k + lane / 16));
+    KDTREE_UNROLL
+    for (int n = 0; n < kColumns / 16; ++n) {
+      uint32_t values[4];
+      load_matrix_transposed(values, at + k * 16 * kStride + n * 32);
+      const uint32_t first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
+      KDTREE_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        if (!kAll && m * nodes / 4 != node) continue;
+        mma_bf16(sums[m][2 * n], weights[m], first);
+        mma_bf16(sums[m][2 * n + 1], weights[m], second);
+      }
+    }
+  }
+}
+
+// The row of sums[m][.][2 half] in the block.
+__device__ inline int row_of(int lane, int m, int half) { return m * 16 + half * 8 + lane / 4; }
+
+__device__ inline void multiply_rows(const float* factors, Sums& sums) {
+  const int lane = Thread::again().lane;
+  KDTREE_UNROLL
+  for (int m = 0; m < 4; ++m) KDTREE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const float factor = factors[row_of(lane, m, half)];
+    KDTREE_UNROLL
+    for (int n = 0; n < kColumns / 8; ++n) {
+      sums[m][n][2 * half] *= factor;
+      sums[m][n][2 * half + 1] *= factor;
+    }
+  }
+}
+
+}  // namespace kdtree::mla_bf16
