@@ -1,40 +1,21 @@
 // The bf16 product: every row has the bits that it has alone, whatever the tile, and is near what float64 says.
 #include <algorithm>
-#include <limits>
 
 #include "kernels/linear_bf16.h"
+#include "tests/bf16.h"
 #include "tests/check.h"
 #include "tests/random.h"
 
 using namespace kdtree;
+using check::from_bits, check::narrow_noise, check::narrow_of, check::wide_of;
 
 namespace {
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr uint16_t kNanBits = 0x7fc0;
 // Of a float32 sum, in parts of the sum of its terms' sizes: the slices' additions cost at most half of this at the
 // sizes here if their errors fall like coins, and one term lost or taken twice costs a thousand times as much.
 constexpr double kSumError = 0x1p-20;
 constexpr double kRounding = 0x1p-8;  // of a value, to bf16
-
-float from_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-float wide_of(uint16_t bits) { return from_bits(static_cast<uint32_t>(bits) << 16); }
-
-// The nearest bf16 of a number, ties to even.
-uint16_t narrow_of(float value) {
-  const uint32_t bits = check::bits({value})[0];
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-std::vector<uint16_t> narrow_noise(uint64_t seed, size_t n) {
-  std::vector<uint16_t> values;
-  for (const float value : check::noise(seed, n)) values.push_back(narrow_of(value));
-  return values;
-}
 
 // A product in memory. gap: elements between rows of x and of y, NaN in x. Everything is followed by NaN.
 struct Product {
