@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,7 +123,17 @@ class CudaMemory:
         return chosen
 
     def _stream(self, handle: int) -> Any:
-        return self._cupy.cuda.ExternalStream(handle) if handle else self._cupy.cuda.Stream.null
+        return self._cupy.cuda.Stream.from_external(_Stream(handle)) if handle else self._cupy.cuda.Stream.null
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of somebody else's, in the protocol by which libraries hand streams to each other."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 def _handle(number: int) -> int:
