@@ -76,8 +76,9 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(getDevice=lambda: self.device),
             get_current_stream=lambda: self.current,
-            ExternalStream=lambda ptr: FakeStream(self, ptr),
-            Stream=SimpleNamespace(null=null),
+            Stream=SimpleNamespace(
+                null=null, from_external=lambda stream: FakeStream(self, stream.__cuda_stream__()[1])
+            ),
         )
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> FakeArray:
