@@ -240,3 +240,22 @@ def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch):
     rows = records.read(out)
     assert len(rows) == 8
     assert all(row.metrics["tokens"] == 512 for row in rows)
+
+
+@pytest.mark.gpu
+def test_with_cublas_differences_are_told_and_are_no_regression(tmp_path, monkeypatch, capsys, record_property):
+    """Its bits for a row change with the number of rows; how often that changes a token is a fact, not a demand."""
+    monkeypatch.undo()
+    out = tmp_path / "rows.jsonl"
+    sizes = ("--tokens", "2048", "--new-tokens", "64", "--batch", "16", "--budgets", "16", "64")
+    assert cli.main(["exactness", "--kind", "cuda", "--gemm", "cublas", "--out", str(out), *sizes]) == 0
+    said = capsys.readouterr().out
+    with capsys.disabled():
+        print(f"\n{said}")
+    for row in records.read(out)[1:]:
+        assert (row.status, row.parity) == ("OK", None)
+        found = {name: float(row.metrics[name] or 0) for name in ("rows_compared", "rows_differ", "tokens_differ")}
+        for name, value in found.items():
+            record_property(f"{row.arm}.{name}", value)
+        assert found["rows_compared"] > 0
+        assert row.metrics["largest_difference"] is not None, row.nulls  # infinite: NaN among them
