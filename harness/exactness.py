@@ -391,12 +391,12 @@ def _row(
 def table(plan: Plan, tallies: dict[str, Tally], gemm: str) -> str:
     """The tallies as plain text, below it the first difference of each arm and what else must be known."""
     lines: list[tuple[str, ...]] = [
-        ("method", "budget", "gemm", "prompts", "tokens", "differ", "rows", "differ", "largest", "tokens/s")
+        ("method", "budget", "gemm", "prompts", "tokens", "tokens differ", "rows", "rows differ", "largest", "tokens/s")
     ]
     notes = []
     for arm in (AR, *plan.arms):
         tally = tallies[arm.name]
-        speed = f"{tally.made / tally.seconds:.0f}" if tally.seconds else "-"
+        speed = f"{tally.made / tally.seconds:.1f}" if tally.seconds else "-"
         found: tuple[Any, ...] = (tally.made, "-", "-", "-", "-")
         if arm != AR:
             found = (tally.tokens, tally.tokens_differ, tally.rows, tally.rows_differ, f"{tally.largest:.3g}")
