@@ -93,7 +93,7 @@ class RunArgs(ctypes.Structure):
 
     _fields_ = (
         ("struct_size", c_uint32),
-        *_all(c_int32, "method requests keep_traces keep_logits"),
+        *_all(c_int32, "method requests keep_traces keep_logits full_cost"),
         ("request", POINTER(Request)),
         ("stream", c_void_p),
     )

@@ -115,11 +115,13 @@ class Engine:
         *,
         keep_traces: bool = False,
         keep_logits: bool = False,
+        full_cost: bool = False,
         stream: int = 0,
     ) -> Run:
         """A run of at most max_requests requests, to be made round by round or stage by stage.
 
-        stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
+        full_cost: where a stand-in proposes, the drafter works too, and what it says is dropped: so the time of given
+        acceptance can be measured. stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
         another run is open.
         """
         if method not in METHODS:
@@ -132,6 +134,7 @@ class Engine:
             method,
             keep_traces=keep_traces,
             keep_logits=keep_logits,
+            full_cost=full_cost,
             stream=stream,
         )
         self._run = weakref.ref(made)

@@ -42,6 +42,7 @@ class Run:
         *,
         keep_traces: bool = False,
         keep_logits: bool = False,
+        full_cost: bool = False,
         stream: int = 0,
     ):
         """Makes the buffers; nothing is computed yet. Raises EngineError, RequestError if a request is refused."""
@@ -52,6 +53,7 @@ class Run:
             requests=len(requests),
             keep_traces=keep_traces,
             keep_logits=keep_logits,
+            full_cost=full_cost,
             request=filled.structs,
             stream=stream,
         )

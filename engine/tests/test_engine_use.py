@@ -220,6 +220,40 @@ def test_a_round_in_steps_is_the_round_and_dumps_what_it_saw(world, tmp_path):
     assert {"final_norm", "logits"} <= set(kdtr.read(tmp_path / "0.draft.kdtr"))
 
 
+def test_the_drafter_works_beside_stand_ins_where_its_cost_is_wanted(world, tmp_path):
+    """What it says is dropped: the rounds are the same. That it worked is seen in what a dump of the stage holds."""
+    tokens = world.plain().tokens
+    requests = [Request(PROMPT, 9, 6, drafter=noisy(tokens)), Request(PROMPT, 9, 5, drafter=Oracle(tokens, 3))]
+    engine = world.engine(max_requests=2)
+    for method in METHODS:
+        expected = engine.generate(requests, method=method, keep_logits=True, keep_traces=True)
+        with engine.run(requests, method, keep_logits=True, keep_traces=True, full_cost=True) as run:
+            left, number = run.prefill(), 0
+            while left:
+                for stage in STAGES:
+                    left = run.stage(stage, tmp_path / f"{method}.{number}.{stage}.kdtr" if stage == "draft" else None)
+                number += 1
+            made = [run.generation(request) for request in range(2)]
+        for ours, theirs in zip(made, expected, strict=True):
+            assert ours.tokens == theirs.tokens == tokens[:9]
+            assert [r.path for r in ours.rounds] == [r.path for r in theirs.rounds]
+            assert_array_equal(ours.logits, theirs.logits)
+            for one, other in zip(ours.rounds, theirs.rounds, strict=True):
+                assert one.trace is not None
+                assert other.trace is not None
+                assert_array_equal(one.trace.tree.scores, other.trace.tree.scores)
+        worked = [path for path in tmp_path.glob(f"{method}.*.kdtr") if "final_norm" in kdtr.read(path)]
+        assert len(worked) == (0 if method == "ar" else len(made[0].rounds))
+    drafted = engine.generate(PROMPT, max_new_tokens=9, budget=6, keep_traces=True)
+    with engine.run([Request(PROMPT, 9, 6)], keep_traces=True, full_cost=True) as run:  # the drafter itself
+        left = run.prefill()
+        while left:
+            left = run.round()
+        assert [r.path for r in run.generation(0).rounds] == [r.path for r in drafted.rounds]
+    with world.new_engine(drafter=None) as alone, pytest.raises(abi.SizeError, match="full_cost is that of a drafter"):
+        alone.run(requests[:1], "ddtree", full_cost=True)
+
+
 def test_the_callback_hears_each_round(world):
     tokens = world.plain().tokens
     heard = []

@@ -117,6 +117,7 @@ typedef struct kdtree_run_args {
   int32_t requests;              /* 1..max_requests */
   int32_t keep_traces;           /* 1: keep what every round saw, see kdtree_run_trace */
   int32_t keep_logits;           /* 1: keep the target's logits of every committed row, see kdtree_run_logits */
+  int32_t full_cost;             /* 1: where a stand-in proposes, the drafter works too, and what it says is dropped */
   const kdtree_request* request; /* [requests] */
   void* stream;
 } kdtree_run_args;

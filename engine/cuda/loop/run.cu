@@ -22,6 +22,8 @@ Run::Run(Decoder* decoder, const kdtree_run_args& args)
               .status());
   if (decoder->busy) throw EngineFailure(KDTREE_SIZE, "kdtree_run_create: the engine has a run already");
   for (int r = 0; r < requests_; ++r) check_request(r, args.request[r], method_, decoder);
+  if (args.full_cost != 0 && method_ != KDTREE_AR && decoder->drafter() == nullptr)
+    throw EngineFailure(KDTREE_SIZE, "kdtree_run_create: full_cost is that of a drafter, the engine has none");
   const OnDevice here(decoder->args().device);
   progress_.resize(static_cast<size_t>(requests_));
   make_buffers(args);
@@ -46,7 +48,8 @@ void Run::make_buffers(const kdtree_run_args& args) {
   std::vector<uint64_t> seeds;
   for (int r = 0; r < requests_; ++r) {
     const kdtree_request& q = args.request[r];
-    const bool uses_dflash = method_ != KDTREE_AR && q.drafter == KDTREE_DRAFT_DFLASH;
+    const bool drafts = method_ != KDTREE_AR, stands_in = drafts && q.drafter != KDTREE_DRAFT_DFLASH;
+    const bool uses_dflash = drafts && (!stands_in || args.full_cost != 0);
     const int own_budget = method_ == KDTREE_DDTREE ? q.budget : 0;
     int64_t capacity = q.capacity;
     if (capacity == 0)
@@ -54,8 +57,8 @@ void Run::make_buffers(const kdtree_run_args& args) {
                                    static_cast<int64_t>(q.prompt_length) + q.max_new_tokens + own_budget);
     const int limit = std::min(q.max_new_tokens, static_cast<int>(capacity) - q.prompt_length);
     any_dflash_ |= uses_dflash;
-    any_stand_in_ |= method_ != KDTREE_AR && !uses_dflash;
-    blocks.push_back(method_ == KDTREE_AR ? 1 : uses_dflash ? decoder_->args().block_size : q.block_size);
+    any_stand_in_ |= stands_in;
+    blocks.push_back(!drafts ? 1 : stands_in ? q.block_size : decoder_->args().block_size);
     budgets.push_back(own_budget);
     capacities.push_back(static_cast<int32_t>(capacity));
     stop_counts.push_back(q.stop_count);
@@ -72,6 +75,7 @@ void Run::make_buffers(const kdtree_run_args& args) {
     d.stop_stride = std::max(d.stop_stride, q.stop_count);
   }
   depth_ = *std::max_element(blocks.begin(), blocks.end()) - 1;
+  if (any_dflash_) depth_ = std::max(depth_, decoder_->most_depth());
   if (any_dflash_ && depth_ != decoder_->most_depth())
     refuse(0, "stand-ins beside the drafter must have blocks of at most " + std::to_string(decoder_->most_depth() + 1));
   budget_ = method_ == KDTREE_DDTREE ? *std::max_element(budgets.begin(), budgets.end()) : depth_;
