@@ -62,10 +62,10 @@ __device__ void plan_work(const MlaAttentionBf16Args& a, const Plan& plan, Work*
   const int group = plan.first + static_cast<int>(blockIdx.x), part = static_cast<int>(blockIdx.y);
   work->request = group / plan.groups;
   work->first_row = group % plan.groups * kHeadRows;
-  work->nodes = a.heads < kHeadRows ? kHeadRows / a.heads : 1;
+  work->node_bits = a.heads >= kHeadRows ? 0 : a.heads == 32 ? 1 : 2;
   work->prefix = a.rows.prefix_lengths[work->request];
   int most = 0;
-  for (int i = 0; i < work->nodes; ++i) {
+  for (int i = 0; i < 1 << work->node_bits; ++i) {
     const int node = work->first_row / a.heads + i;
     work->counts[i] = node < a.rows.width ? keys_of(a, work->request, node) : 0;
     most = max(most, work->counts[i]);
@@ -73,7 +73,7 @@ __device__ void plan_work(const MlaAttentionBf16Args& a, const Plan& plan, Work*
   const int end = static_cast<int>(ceil_div(min(most, (part + 1) * plan.part), kKeys));
   work->first_tile = part * plan.part / kKeys;
   work->shared = max(min(work->prefix / kKeys, end) - work->first_tile, 0);
-  work->turns = work->shared + max(end - work->first_tile - work->shared, 0) * work->nodes;
+  work->turns = work->shared + (max(end - work->first_tile - work->shared, 0) << work->node_bits);
 }
 
 // Byte offset in the layer of key row 4 w + lane / 8 of a turn's tile; -1: no such key.
@@ -119,11 +119,12 @@ __device__ void load_query(const MlaAttentionBf16Args& a, const Work& work, Quer
     const uint16_t* const latent = a.q_latent + row * a.q_latent_stride + head * a.q_latent_head;
     const uint16_t* const rope = a.q_rope + row * a.q_rope_stride + head * a.q_rope_head;
     KDTREE_UNROLL
-    for (int k = 0; k < kSteps; ++k) KDTREE_UNROLL
-    for (int right = 0; right < 2; ++right) {
-      const int column = (warp % kQuarters * kSteps + k) * 16 + right * 8 + lane % 4 * 2;
-      query[m][k][half + 2 * right] =
-          used ? *reinterpret_cast<const uint32_t*>(column < kLatent ? latent + column : rope + column - kLatent) : 0u;
+    for (int k = 0; k < kSteps; ++k) {
+      const int first = (warp % kQuarters * kSteps + k) * 16;
+      const uint16_t* const from = (first < kLatent ? latent : rope - kLatent) + first + lane % 4 * 2;
+      KDTREE_UNROLL
+      for (int right = 0; right < 2; ++right)
+        query[m][k][half + 2 * right] = used ? *reinterpret_cast<const uint32_t*>(from + right * 8) : 0u;
     }
   }
 }
@@ -210,19 +211,19 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
       add_quarters(meeting, scores);
       const Thread me = Thread::again();
       const int own = me.own_row(), node = work.node(turn);
-      const int seen =
-          node < 0 || node == own * work.nodes / kHeadRows ? work.count_of(own) - work.tile(turn) * kKeys : 0;
+      const int first_key = work.tile(turn) * kKeys + me.lane % 4 * 2;
+      const int seen = node < 0 || node == work.node_of(own) ? work.count_of(own) - first_key : 0;
       const float scale = a.scale * 1.4426950408889634f;
       KDTREE_UNROLL
-      for (int i = 0; i < 8; ++i) scores[i] = key_of(me.lane, i) < seen ? scores[i] * scale : -INFINITY;
+      for (int i = 0; i < 8; ++i) scores[i] = key_of(i) < seen ? scores[i] * scale : -INFINITY;
       const float factor = state(scores);
       leave_weights(meeting, scores);
       if (me.lane % 4 == 0) shared.factors[0][own] = factor;
       if (__syncthreads_or(factor != 1.0f)) multiply_rows(shared.factors[0], sums);
-      if (node < 0 || work.nodes == 1)
-        multiply_values<true>(keys, meeting, 1, 0, sums);
+      if (node < 0 || work.node_bits == 0)
+        multiply_values<true>(keys, meeting, work, 0, sums);
       else
-        multiply_values<false>(keys, meeting, work.nodes, node, sums);
+        multiply_values<false>(keys, meeting, work, node, sums);
     }
 
     const int chunk = work.tile(turn) * kKeys / kChunk;

@@ -32,17 +32,20 @@ constexpr int kTileBytes = kKeys * kStride;
 struct Work {
   int request;
   int first_row;   // node * heads + head of the first of the 64 rows, in its request
-  int nodes;       // 1, 2 or 4
+  int node_bits;   // 1, 2 or 4 nodes, as a power of two
   int prefix;      // keys that all nodes of the request share
   int counts[4];   // keys of each node, of the rows' request; 0: not a node
   int first_tile;  // of the part
   int shared;      // tiles, of the part
   int turns;
 
-  __device__ int tile(int turn) const { return first_tile + (turn < shared ? turn : shared + (turn - shared) / nodes); }
-  __device__ int node(int turn) const { return turn < shared ? -1 : (turn - shared) % nodes; }
-  // Keys of row `row` of the block.
-  __device__ int count_of(int row) const { return counts[row * nodes / kHeadRows]; }
+  __device__ int tile(int turn) const {
+    return first_tile + (turn < shared ? turn : shared + ((turn - shared) >> node_bits));
+  }
+  __device__ int node(int turn) const { return turn < shared ? -1 : (turn - shared) & ((1 << node_bits) - 1); }
+  // The node of row `row` of the block, and its keys.
+  __device__ int node_of(int row) const { return (row << node_bits) / kHeadRows; }
+  __device__ int count_of(int row) const { return counts[node_of(row)]; }
 };
 
 // Score sums on their way: 8 rows get three sums each from others, a float4 a lane for either half of the keys. Where
@@ -69,11 +72,11 @@ struct Thread {
   int warp, lane;
 
   __device__ static Thread again() {
-    int thread = static_cast<int>(threadIdx.x);
+    unsigned thread = threadIdx.x;
 #ifndef KDTREE_HOST
     asm volatile("" : "+r"(thread));
 #endif
-    return {thread / kWarp, thread % kWarp};
+    return {static_cast<int>(thread / kWarp), static_cast<int>(thread % kWarp)};
   }
   __device__ int quarter() const { return warp % kQuarters; }
   __device__ int own_row() const { return warp * 8 + lane / 4; }  // whose softmax it computes
@@ -94,8 +97,19 @@ __device__ inline uint32_t narrow_pair(float first, float second) {
 #endif
 }
 
+// 2^x to 22 bits; 0 below 2^-126.
+__device__ inline float power2(float x) {
+#ifdef KDTREE_HOST
+  return x < -126 ? 0.0f : exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
 // 2^(from - to) for the rescaling of sums: 0 where nothing was summed yet.
-__device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.0f : exp2f(from - to); }
+__device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.0f : power2(from - to); }
 
 // How two sums over different keys become one. The one formula by which chunks are joined, in the order of their keys.
 struct Join {
@@ -125,10 +139,12 @@ struct RowState {
       factor = rescale(peak, largest);
       peak = largest;
     }
+    const float zero =
+        peak == -INFINITY ? 0.0f : peak;  // a key that is not seen weighs 0 also before the first that is
     float sum = 0;
     KDTREE_UNROLL
     for (int i = 0; i < 8; ++i) {
-      scores[i] = scores[i] == -INFINITY ? 0.0f : exp2f(scores[i] - peak);
+      scores[i] = power2(scores[i] - zero);
       sum += scores[i];
     }
     sum += __shfl_xor_sync(kAllLanes, sum, 1);
@@ -138,12 +154,13 @@ struct RowState {
   }
 };
 
-// The lane's first key of a row's eight is 2 (lane % 4); key i of them in the tile:
-__device__ inline int key_of(int lane, int i) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+// Key i of a lane's eight of a row, in the tile, is this and 2 (lane % 4).
+__device__ constexpr int key_of(int i) { return i / 2 * 8 + i % 2; }
 
-__device__ inline unsigned char* sums_from(unsigned char* meeting, int lane, int group, int source, int half) {
-  const int place = source - (source > group % kQuarters ? 1 : 0);
-  return meeting + group * kGroupBytes + ((place * 2 + half) * kWarp + lane) * 16;
+// Where the lane finds the sums over another quarter of the channels for a group of 8 rows; apart: how the number of
+// that quarter differs from the group's, 1 to 3.
+__device__ inline unsigned char* sums_from(unsigned char* meeting, int lane, int group, int apart, int half) {
+  return meeting + group * kGroupBytes + (((apart - 1) * 2 + half) * kWarp + lane) * 16;
 }
 
 // Scores of the warp's query rows with the tile over its share of the channels, handed out. own: those of rows 8 w to
@@ -175,31 +192,28 @@ __device__ inline void multiply_keys(const Query& query, const unsigned char* ti
       if (part == quarter) {
         own[4 * half] = sum.x, own[4 * half + 1] = sum.y, own[4 * half + 2] = sum.z, own[4 * half + 3] = sum.w;
       } else {
-        *reinterpret_cast<float4*>(sums_from(meeting, lane, warp / kQuarters * kQuarters + part, quarter, half)) = sum;
+        *reinterpret_cast<float4*>(
+            sums_from(meeting, lane, warp / kQuarters * kQuarters + part, part ^ quarter, half)) = sum;
       }
     }
   }
 }
 
-// The sums of the four quarters for the warp's rows, in their order.
+// Adds what the other quarters have for the warp's rows. (0 + 1) + (2 + 3), whichever of them is the warp's own: a sum
+// of two does not depend on their order.
 __device__ inline void add_quarters(unsigned char* meeting, float (&own)[8]) {
   const auto [warp, lane] = Thread::again();
-  const int quarter = warp % kQuarters;
   KDTREE_UNROLL
   for (int half = 0; half < 2; ++half) {
-    float4 sum = make_float4(0, 0, 0, 0);
+    float4 other[kQuarters - 1];
     KDTREE_UNROLL
-    for (int source = 0; source < kQuarters; ++source) {
-      const float4 next = source == quarter
-                              ? make_float4(own[4 * half], own[4 * half + 1], own[4 * half + 2], own[4 * half + 3])
-                              : *reinterpret_cast<const float4*>(sums_from(meeting, lane, warp, source, half));
-      if (source == 0) {
-        sum = next;
-      } else {
-        sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
-      }
-    }
-    own[4 * half] = sum.x, own[4 * half + 1] = sum.y, own[4 * half + 2] = sum.z, own[4 * half + 3] = sum.w;
+    for (int apart = 1; apart < kQuarters; ++apart)
+      other[apart - 1] = *reinterpret_cast<const float4*>(sums_from(meeting, lane, warp, apart, half));
+    float* const sum = own + 4 * half;
+    sum[0] = (sum[0] + other[0].x) + (other[1].x + other[2].x);
+    sum[1] = (sum[1] + other[0].y) + (other[1].y + other[2].y);
+    sum[2] = (sum[2] + other[0].z) + (other[1].z + other[2].z);
+    sum[3] = (sum[3] + other[0].w) + (other[1].w + other[2].w);
   }
 }
 
@@ -218,9 +232,9 @@ __device__ inline void leave_weights(unsigned char* meeting, const float (&weigh
         narrow_pair(weights[2 * piece], weights[2 * piece + 1]);
 }
 
-// sums += weights times values, for the rows 16 m with `nodes` m / 4 = node alone or, if kAll, for all of them.
+// sums += weights times values, for all rows or those of one node.
 template <bool kAll>
-__device__ inline void multiply_values(const unsigned char* tile, unsigned char* meeting, int nodes, int node,
+__device__ inline void multiply_values(const unsigned char* tile, unsigned char* meeting, const Work& work, int node,
                                        Sums& sums) {
   const auto [warp, lane] = Thread::again();
   const unsigned char* const at = tile + (lane / 8 % 2 * 8 + lane % 8) * kStride + warp * kColumns * 2 + lane / 16 * 16;
@@ -237,7 +251,7 @@ __device__ inline void multiply_values(const unsigned char* tile, unsigned char*
       const uint32_t first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
       KDTREE_UNROLL
       for (int m = 0; m < 4; ++m) {
-        if (!kAll && m * nodes / 4 != node) continue;
+        if (!kAll && work.node_of(m * 16) != node) continue;
         mma_bf16(sums[m][2 * n], weights[m], first);
         mma_bf16(sums[m][2 * n + 1], weights[m], second);
       }
