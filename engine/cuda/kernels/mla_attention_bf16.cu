@@ -28,8 +28,17 @@ constexpr int kSpan = kChunk * kSpanChunks;
 constexpr int kEnoughBlocks = 128;  // from here on blocks take spans
 constexpr size_t kMostWorkspace = size_t{256} << 20;
 
-constexpr int kSmallStages = 2, kLargeStages = 5;
-static_assert(shared_bytes(kSmallStages) <= 101376 && shared_bytes(kLargeStages) <= 232448);
+// kAhead: where shared memory allows, the next tile's scores are multiplied while this one's weights are made. Two
+// warps that share tensor cores do the two in opposite orders, so that the tensor cores rarely wait. The same sums
+// either way.
+template <bool kAhead>
+struct Layout {
+  static constexpr int kStages = kAhead ? 4 : 2;
+  static constexpr int kMeetings = kAhead ? 2 : 1;
+  static constexpr size_t kTiles = size_t{kStages} * kTileBytes;
+  static constexpr size_t kBytes = kTiles + kMeetings * Meeting<kAhead>::kBytes + sizeof(Shared);
+};
+static_assert(Layout<false>::kBytes <= 101376 && Layout<true>::kBytes <= 232448);
 
 // How a pass is cut: `slice` groups of 64 head rows a launch, `parts` blocks each.
 struct Plan {
@@ -178,52 +187,89 @@ __device__ void close_chunk(const MlaAttentionBf16Args& a, const Plan& plan, int
   for (int i = 0; i < 4; ++i) sums[m][n][i] = 0;
 }
 
+// What of a turn's tile has no row of its node: nothing is computed.
+__device__ bool is_empty(const Work& work, int turn) {
+  return work.tile(turn) * kKeys >= work.counts[max(work.node(turn), 0)];
+}
+
+// Weights of a turn's tile, from its score sums. Returns whether older sums must be rescaled.
+template <bool kAhead>
+__device__ bool weigh(const MlaAttentionBf16Args& a, int turn, Meeting<kAhead> meeting, float (&scores)[8],
+                      Shared* shared, RowState* state) {
+  add_quarters(meeting, scores);
+  const Work& work = shared->work;
+  const Thread me = Thread::again();
+  const int own = me.own_row(), node = work.node(turn), first_key = work.tile(turn) * kKeys + me.lane % 4 * 2;
+  const int seen = node < 0 || node == work.node_of(own) ? work.count_of(own) - first_key : 0;
+  const float scale = a.scale * 1.4426950408889634f;
+  KDTREE_UNROLL
+  for (int i = 0; i < 8; ++i) scores[i] = key_of(i) < seen ? scores[i] * scale : -INFINITY;
+  const float factor = (*state)(scores);
+  leave_weights(meeting, scores);
+  if (me.lane % 4 == 0) shared->factors[0][own] = factor;
+  return factor != 1.0f;
+}
+
 // Grid: groups of the slice, parts.
-template <int kStages>
+template <bool kAhead>
 __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16Args a, Plan plan) {
+  constexpr int kStages = Layout<kAhead>::kStages;
   KDTREE_DYNAMIC_SHARED(tiles);
-  unsigned char* const meeting = tiles + kStages * kTileBytes;
-  Shared& shared = *reinterpret_cast<Shared*>(meeting + kMeetingBytes);
+  unsigned char* const meetings = tiles + Layout<kAhead>::kTiles;
+  Shared& shared = *reinterpret_cast<Shared*>(meetings + Layout<kAhead>::kMeetings * Meeting<kAhead>::kBytes);
   const Work& work = shared.work;
   if (threadIdx.x == 0) plan_work(a, plan, &shared.work);
   __syncthreads();
   if (work.turns == 0) return;
 
   const char* const layer = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride;
-  for (int turn = 0; turn < kStages - 1; ++turn) copy_tile(layer, key_offset(a, work, turn), tiles + turn * kTileBytes);
+  const auto tile = [=](int turn) { return tiles + turn % kStages * kTileBytes; };
+  const auto meeting = [=](int turn) {
+    return Meeting<kAhead>{meetings + turn % Layout<kAhead>::kMeetings * Meeting<kAhead>::kBytes};
+  };
+  for (int turn = 0; turn < kStages - 1; ++turn) copy_tile(layer, key_offset(a, work, turn), tile(turn));
   int64_t offset = key_offset(a, work, kStages - 1);
 
   Query query;
   load_query(a, work, query);
   Sums sums = {};
   RowState state;
-  for (int turn = 0; turn < work.turns; ++turn) {
+  float scores[8];
+  if (kAhead) {
     wait_copies<kStages - 2>();
-    __syncthreads();  // the tile is there, and nobody looks at the one before
-    copy_tile(layer, offset, tiles + (turn + kStages - 1) % kStages * kTileBytes);
-    const unsigned char* const keys = tiles + turn % kStages * kTileBytes;
-    const bool empty = work.tile(turn) * kKeys >= work.counts[max(work.node(turn), 0)];
-    float scores[8];
-    if (!empty) multiply_keys(query, keys, meeting, scores);
     __syncthreads();
-    offset = key_offset(a, work, turn + kStages);
+    if (!is_empty(work, 0)) multiply_keys(query, tile(0), meeting(0), scores);
+  }
+  for (int turn = 0; turn < work.turns; ++turn) {
+    wait_copies<kStages - 2 - kAhead>();
+    __syncthreads();  // the tile is there, kAhead: the next; and nobody looks at the one before
+    copy_tile(layer, offset, tile(turn + kStages - 1));
+    const bool empty = is_empty(work, turn);
+    bool moved = false;
+    if (kAhead) {
+      const bool follows = turn + 1 < work.turns && !is_empty(work, turn + 1);
+      KDTREE_UNROLL_BY(1)
+      for (int i = 0; i < 2; ++i) {
+        if (i == Thread::again().warp / kQuarters) {
+          if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared, &state);
+          offset = key_offset(a, work, turn + kStages);
+        } else if (follows) {
+          multiply_keys(query, tile(turn + 1), meeting(turn + 1), scores);
+        }
+      }
+    } else {
+      if (!empty) multiply_keys(query, tile(turn), meeting(turn), scores);
+      __syncthreads();
+      offset = key_offset(a, work, turn + kStages);
+      if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared, &state);
+    }
+    moved = __syncthreads_or(moved);
     if (!empty) {
-      add_quarters(meeting, scores);
-      const Thread me = Thread::again();
-      const int own = me.own_row(), node = work.node(turn);
-      const int first_key = work.tile(turn) * kKeys + me.lane % 4 * 2;
-      const int seen = node < 0 || node == work.node_of(own) ? work.count_of(own) - first_key : 0;
-      const float scale = a.scale * 1.4426950408889634f;
-      KDTREE_UNROLL
-      for (int i = 0; i < 8; ++i) scores[i] = key_of(i) < seen ? scores[i] * scale : -INFINITY;
-      const float factor = state(scores);
-      leave_weights(meeting, scores);
-      if (me.lane % 4 == 0) shared.factors[0][own] = factor;
-      if (__syncthreads_or(factor != 1.0f)) multiply_rows(shared.factors[0], sums);
-      if (node < 0 || work.node_bits == 0)
-        multiply_values<true>(keys, meeting, work, 0, sums);
+      if (moved) multiply_rows(shared.factors[0], sums);
+      if (work.node(turn) < 0 || work.node_bits == 0)
+        multiply_values<true>(tile(turn), meeting(turn), work, 0, sums);
       else
-        multiply_values<false>(keys, meeting, work, node, sums);
+        multiply_values<false>(tile(turn), meeting(turn), work, work.node(turn), sums);
     }
 
     const int chunk = work.tile(turn) * kKeys / kChunk;
@@ -291,15 +337,15 @@ Plan plan_of(int64_t requests, int width, int heads, int longest, size_t workspa
   return plan;
 }
 
-template <int kStages>
+template <bool kAhead>
 kdtree_status launch(const MlaAttentionBf16Args& a, Plan plan, cudaStream_t stream) {
-  const size_t bytes = shared_bytes(kStages);
+  const size_t bytes = Layout<kAhead>::kBytes;
   KDTREE_RETURN_IF_FAILED(
-      allow_shared_memory(reinterpret_cast<const void*>(mla_bf16_kernel<kStages>), "mla_attention_bf16", bytes));
+      allow_shared_memory(reinterpret_cast<const void*>(mla_bf16_kernel<kAhead>), "mla_attention_bf16", bytes));
   const int groups = a.rows.requests * plan.groups;
   for (; plan.first < groups; plan.first += plan.slice) {
     const unsigned now = static_cast<unsigned>(std::min(plan.slice, groups - plan.first));
-    KDTREE_LAUNCH((mla_bf16_kernel<kStages>), dim3(now, static_cast<unsigned>(plan.parts)), dim3(kThreads), bytes,
+    KDTREE_LAUNCH((mla_bf16_kernel<kAhead>), dim3(now, static_cast<unsigned>(plan.parts)), dim3(kThreads), bytes,
                   stream, a, plan);
     KDTREE_RETURN_IF_FAILED(check_launch("mla_bf16_kernel"));
     KDTREE_LAUNCH(mla_bf16_join_kernel, dim3(now * kHeadRows), dim3(kJoinThreads), 0, stream, a, plan);
@@ -345,8 +391,7 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t str
       return fail(KDTREE_ALIGNMENT, "mla_attention_bf16: a stride of the queries is %lld elements, no multiple of 2",
                   static_cast<long long>(stride));
   const size_t allowed = a.shared_memory > 0 ? static_cast<size_t>(a.shared_memory) : shared_memory_optin();
-  return allowed >= shared_bytes(kLargeStages) ? launch<kLargeStages>(a, plan, stream)
-                                               : launch<kSmallStages>(a, plan, stream);
+  return allowed >= Layout<true>::kBytes ? launch<true>(a, plan, stream) : launch<false>(a, plan, stream);
 }
 
 }  // namespace kdtree

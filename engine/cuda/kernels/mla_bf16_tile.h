@@ -48,10 +48,26 @@ struct Work {
   __device__ int count_of(int row) const { return counts[node_of(row)]; }
 };
 
-// Score sums on their way: 8 rows get three sums each from others, a float4 a lane for either half of the keys. Where
-// they lay, the warp that had them then leaves the weights of its rows.
-constexpr int kGroupBytes = (kQuarters - 1) * 2 * kWarp * 16;
-constexpr int kMeetingBytes = kWarps * kGroupBytes;
+// Where the four sums of a score meet: of the warps that hold a quarter of the channels each, one has 8 rows, their
+// group, and finds two sums a lane here for each quarter and 8 keys. Where those lay, it leaves the weights of its
+// rows. kAhead: its own sums go there too, so that it need not keep them.
+template <bool kAhead>
+struct Meeting {
+  static constexpr int kOthers = kAhead ? 0 : 1;  // how far apart the numbers of group and quarter are, at least
+  static constexpr int kGroupBytes = (kQuarters - kOthers) * (kKeys / 8) * kWarp * 8;
+  static constexpr int kBytes = kWarps * kGroupBytes;
+  unsigned char* base;
+
+  // eight: which 8 keys. apart: quarter ^ group % 4, so that every place has one writer.
+  __device__ float2* sums(int lane, int group, int apart, int eight) const {
+    return reinterpret_cast<float2*>(base + group * kGroupBytes +
+                                     (((apart - kOthers) * (kKeys / 8) + eight) * kWarp + lane) * 8);
+  }
+  // 16 bytes of weights: keys 8 eight to 8 eight + 7 of a row. Turned so that 8 rows lie in different banks.
+  __device__ unsigned char* weights(int group, int row, int eight) const {
+    return base + group * kGroupBytes + row * 2 * kKeys + (eight ^ row / 2 % 4) * 16;
+  }
+};
 
 struct Shared {
   float factors[2][kHeadRows];
@@ -59,10 +75,6 @@ struct Shared {
   float totals[kHeadRows];  // and their weights
   Work work;
 };
-constexpr size_t shared_bytes(int stages) {
-  return static_cast<size_t>(stages) * kTileBytes + kMeetingBytes + sizeof(Shared);
-}
-
 using Query = uint32_t[2][kSteps][4];  // fragments of rows 16 m, channels 16 k of the warp's share
 using Sums = float[4][kColumns / 8][4];
 
@@ -154,18 +166,13 @@ struct RowState {
   }
 };
 
-// Key i of a lane's eight of a row, in the tile, is this and 2 (lane % 4).
+// The lane's score i of its row is that with this key of the tile, and 2 (lane % 4) further.
 __device__ constexpr int key_of(int i) { return i / 2 * 8 + i % 2; }
 
-// Where the lane finds the sums over another quarter of the channels for a group of 8 rows; apart: how the number of
-// that quarter differs from the group's, 1 to 3.
-__device__ inline unsigned char* sums_from(unsigned char* meeting, int lane, int group, int apart, int half) {
-  return meeting + group * kGroupBytes + (((apart - 1) * 2 + half) * kWarp + lane) * 16;
-}
-
 // Scores of the warp's query rows with the tile over its share of the channels, handed out. own: those of rows 8 w to
-// 8 w + 7, key_of order.
-__device__ inline void multiply_keys(const Query& query, const unsigned char* tile, unsigned char* meeting,
+// 8 w + 7, key_of order, unless kAhead.
+template <bool kAhead>
+__device__ inline void multiply_keys(const Query& query, const unsigned char* tile, Meeting<kAhead> meeting,
                                      float (&own)[8]) {
   const auto [warp, lane] = Thread::again();
   const int quarter = warp % kQuarters;
@@ -187,54 +194,51 @@ __device__ inline void multiply_keys(const Query& query, const unsigned char* ti
     }
     KDTREE_UNROLL
     for (int part = 0; part < kQuarters; ++part) {
-      const int m = part / 2, low = part % 2 * 2;
-      const float4 sum = make_float4(sums[m][0][low], sums[m][0][low + 1], sums[m][1][low], sums[m][1][low + 1]);
-      if (part == quarter) {
-        own[4 * half] = sum.x, own[4 * half + 1] = sum.y, own[4 * half + 2] = sum.z, own[4 * half + 3] = sum.w;
-      } else {
-        *reinterpret_cast<float4*>(
-            sums_from(meeting, lane, warp / kQuarters * kQuarters + part, part ^ quarter, half)) = sum;
+      KDTREE_UNROLL
+      for (int n = 0; n < 2; ++n) {
+        const float x = sums[part / 2][n][part % 2 * 2], y = sums[part / 2][n][part % 2 * 2 + 1];
+        if (!kAhead && part == quarter) {
+          own[4 * half + 2 * n] = x;
+          own[4 * half + 2 * n + 1] = y;
+        } else {
+          *meeting.sums(lane, warp / kQuarters * kQuarters + part, part ^ quarter, 2 * half + n) = make_float2(x, y);
+        }
       }
     }
   }
 }
 
-// Adds what the other quarters have for the warp's rows. (0 + 1) + (2 + 3), whichever of them is the warp's own: a sum
-// of two does not depend on their order.
-__device__ inline void add_quarters(unsigned char* meeting, float (&own)[8]) {
+// Scores of the warp's rows: the sums of the quarters, (0 + 1) + (2 + 3) whichever of them is the warp's own, because a
+// sum of two does not depend on their order.
+template <bool kAhead>
+__device__ inline void add_quarters(Meeting<kAhead> meeting, float (&own)[8]) {
   const auto [warp, lane] = Thread::again();
   KDTREE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    float4 other[kQuarters - 1];
+  for (int eight = 0; eight < kKeys / 8; ++eight) {
+    float2 sums[kQuarters];
+    sums[0] = make_float2(own[2 * eight], own[2 * eight + 1]);
     KDTREE_UNROLL
-    for (int apart = 1; apart < kQuarters; ++apart)
-      other[apart - 1] = *reinterpret_cast<const float4*>(sums_from(meeting, lane, warp, apart, half));
-    float* const sum = own + 4 * half;
-    sum[0] = (sum[0] + other[0].x) + (other[1].x + other[2].x);
-    sum[1] = (sum[1] + other[0].y) + (other[1].y + other[2].y);
-    sum[2] = (sum[2] + other[0].z) + (other[1].z + other[2].z);
-    sum[3] = (sum[3] + other[0].w) + (other[1].w + other[2].w);
+    for (int apart = Meeting<kAhead>::kOthers; apart < kQuarters; ++apart)
+      sums[apart] = *meeting.sums(lane, warp, apart, eight);
+    own[2 * eight] = (sums[0].x + sums[1].x) + (sums[2].x + sums[3].x);
+    own[2 * eight + 1] = (sums[0].y + sums[1].y) + (sums[2].y + sums[3].y);
   }
 }
 
-// 16 bytes of weights of a row of a group: keys 8 piece to 8 piece + 7. Turned so that 8 rows lie in different banks.
-__device__ inline unsigned char* weights_at(unsigned char* meeting, int group, int row, int piece) {
-  return meeting + group * kGroupBytes + row * 2 * kKeys + (piece ^ row / 2 % 4) * 16;
-}
-
 // Leaves the weights of the warp's rows where their score sums lay; all lanes have taken those.
-__device__ inline void leave_weights(unsigned char* meeting, const float (&weights)[8]) {
+template <bool kAhead>
+__device__ inline void leave_weights(Meeting<kAhead> meeting, const float (&weights)[8]) {
   const auto [warp, lane] = Thread::again();
   __syncwarp();
   KDTREE_UNROLL
-  for (int piece = 0; piece < 4; ++piece)
-    *reinterpret_cast<uint32_t*>(weights_at(meeting, warp, lane / 4, piece) + lane % 4 * 4) =
-        narrow_pair(weights[2 * piece], weights[2 * piece + 1]);
+  for (int eight = 0; eight < kKeys / 8; ++eight)
+    *reinterpret_cast<uint32_t*>(meeting.weights(warp, lane / 4, eight) + lane % 4 * 4) =
+        narrow_pair(weights[2 * eight], weights[2 * eight + 1]);
 }
 
 // sums += weights times values, for all rows or those of one node.
-template <bool kAll>
-__device__ inline void multiply_values(const unsigned char* tile, unsigned char* meeting, const Work& work, int node,
+template <bool kAll, bool kAhead>
+__device__ inline void multiply_values(const unsigned char* tile, Meeting<kAhead> meeting, const Work& work, int node,
                                        Sums& sums) {
   const auto [warp, lane] = Thread::again();
   const unsigned char* const at = tile + (lane / 8 % 2 * 8 + lane % 8) * kStride + warp * kColumns * 2 + lane / 16 * 16;
@@ -243,7 +247,7 @@ __device__ inline void multiply_values(const unsigned char* tile, unsigned char*
     uint32_t weights[4][4];
     KDTREE_UNROLL
     for (int m = 0; m < 4; ++m)
-      load_matrix(weights[m], weights_at(meeting, 2 * m + lane / 8 % 2, lane % 8, 2 * k + lane / 16));
+      load_matrix(weights[m], meeting.weights(2 * m + lane / 8 % 2, lane % 8, 2 * k + lane / 16));
     KDTREE_UNROLL
     for (int n = 0; n < kColumns / 16; ++n) {
       uint32_t values[4];
@@ -265,13 +269,15 @@ __device__ inline int row_of(int lane, int m, int half) { return m * 16 + half *
 __device__ inline void multiply_rows(const float* factors, Sums& sums) {
   const int lane = Thread::again().lane;
   KDTREE_UNROLL
-  for (int m = 0; m < 4; ++m) KDTREE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const float factor = factors[row_of(lane, m, half)];
+  for (int m = 0; m < 4; ++m) {
     KDTREE_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
-      sums[m][n][2 * half] *= factor;
-      sums[m][n][2 * half + 1] *= factor;
+    for (int half = 0; half < 2; ++half) {
+      const float factor = factors[row_of(lane, m, half)];
+      KDTREE_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) {
+        sums[m][n][2 * half] *= factor;
+        sums[m][n][2 * half + 1] *= factor;
+      }
     }
   }
 }
