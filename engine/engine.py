@@ -121,8 +121,8 @@ class Engine:
         """A run of at most max_requests requests, to be made round by round or stage by stage.
 
         full_cost: where a stand-in proposes, the drafter works too, and what it says is dropped: so the time of given
-        acceptance can be measured. stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
-        another run is open.
+        acceptance can be measured. stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that
+        is refused, and while another run is open.
         """
         if method not in METHODS:
             raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
