@@ -115,18 +115,19 @@ __device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, Wei
     KDTREE_UNROLL
     for (int p = 0; p < Tile::kPieces; ++p) {
       const uint4* const piece = queue + place * kStageVectors + p * kPieceVectors;
-      uint4 w[2 * Tile::kTiles];
+      uint4 x[Tile::kColumns];
       KDTREE_UNROLL
-      for (int i = 0; i < 2 * Tile::kTiles; ++i) w[i] = piece[i * kWarp];
+      for (int n = 0; n < Tile::kColumns; ++n) x[n] = piece[(2 * Tile::kTiles + n) * kWarp];
       KDTREE_UNROLL
-      for (int n = 0; n < Tile::kColumns; ++n) {
-        const uint4 x = piece[(2 * Tile::kTiles + n) * kWarp];
+      for (int m = 0; m < Tile::kTiles; ++m) {
+        // Put side by side once, not for every column.
+        const uint4 upper = piece[2 * m * kWarp], lower = piece[(2 * m + 1) * kWarp];
+        const uint32_t first_half[4] = {upper.x, lower.x, upper.y, lower.y};
+        const uint32_t second_half[4] = {upper.z, lower.z, upper.w, lower.w};
         KDTREE_UNROLL
-        for (int m = 0; m < Tile::kTiles; ++m) {
-          const uint4 upper = w[2 * m], lower = w[2 * m + 1];
-          mma_bf16(sum[m][n], {upper.x, lower.x, upper.y, lower.y}, {x.x, x.y});
-          mma_bf16(sum[m][n], {upper.z, lower.z, upper.w, lower.w}, {x.z, x.w});
-        }
+        for (int n = 0; n < Tile::kColumns; ++n) mma_bf16(sum[m][n], first_half, {x[n].x, x[n].y});
+        KDTREE_UNROLL
+        for (int n = 0; n < Tile::kColumns; ++n) mma_bf16(sum[m][n], second_half, {x[n].z, x[n].w});
       }
     }
     free_place = place;
