@@ -2,10 +2,15 @@
 //
 // linear   y = x w^T by rows, ours and cuBLAS's, the rate at which the weights are read, and its share of the copy
 //          bandwidth of an H200
+// experts  a mixture of 64 experts, 8 a row, drawn independently: the same of the experts that any row chose
 // Device time a call: the median over replays of a graph of calls, over weights that do not fit the L2 cache together.
 #include <algorithm>
 #include <functional>
+#include <numeric>
+#include <random>
+#include <set>
 
+#include "kernels/experts_bf16.h"
 #include "kernels/linear_bf16.h"
 #include "tests/check.h"
 #include "tests/random.h"
@@ -179,5 +184,44 @@ TEST(linear) {
                   2e-6 * static_cast<double>(weights) * m / ours);
       std::fflush(stdout);
     }
+  }
+}
+
+TEST(experts) {
+  const int hidden = check::tiny() ? 64 : 7168, width = check::tiny() ? 16 : 2048;
+  const int experts = check::tiny() ? 8 : 64, chosen = check::tiny() ? 2 : 8;
+  const std::vector<int> rows = check::tiny() ? std::vector<int>{1, 9} : std::vector<int>{1, 2, 4, 8, 9, 17, 33, 65};
+  const size_t each = static_cast<size_t>(hidden) * width;
+  const check::Array<uint16_t> gate_up = noise_on_device(2 * each * experts), down = noise_on_device(each * experts);
+  std::vector<const uint16_t*> gate_up_of, down_of;
+  for (int e = 0; e < experts; ++e) {
+    gate_up_of.push_back(gate_up.get() + 2 * each * e);
+    down_of.push_back(down.get() + each * e);
+  }
+  const check::Array<const uint16_t*> device_gate_up_of(gate_up_of), device_down_of(down_of);
+  std::mt19937 random(1);
+  std::printf("%5s %8s %9s %8s %6s\n", "rows", "experts", "us", "GB/s", "share");
+  for (const int m : rows) {
+    std::vector<int32_t> ids, all(experts);
+    std::iota(all.begin(), all.end(), 0);
+    for (int row = 0; row < m; ++row) {
+      std::shuffle(all.begin(), all.end(), random);
+      ids.insert(ids.end(), all.begin(), all.begin() + chosen);
+    }
+    const size_t touched = std::set<int32_t>(ids.begin(), ids.end()).size();
+    const check::Array<uint16_t> x = noise_on_device(static_cast<size_t>(m) * hidden);
+    const check::Array<uint16_t> y(static_cast<size_t>(m) * hidden);
+    const check::Array<float> factors(check::noise(3, static_cast<size_t>(m) * chosen));
+    const check::Array<int32_t> device_ids(ids);
+    const check::Array<unsigned char> workspace(experts_bf16_workspace(m, hidden, width, experts, chosen));
+    ExpertsBf16Args a{};
+    a.x = x.get(), a.y = y.get(), a.ids = device_ids.get(), a.weights = factors.get();
+    a.gate_up = device_gate_up_of.get(), a.down = device_down_of.get();
+    a.rows = m, a.hidden = hidden, a.width = width, a.experts = experts, a.chosen = chosen;
+    a.workspace = workspace.get(), a.workspace_size = workspace.bytes();
+    const double time = microseconds(kLeastCalls, [&](int, cudaStream_t stream) { CHECK_OK(experts_bf16(a, stream)); });
+    const double rate = 3.0 * sizeof(uint16_t) * static_cast<double>(each * touched) / time;
+    std::printf("%5d %8zu %9.1f %8.0f %5.0f%%\n", m, touched, time, 1e-3 * rate, 100 * rate / kCopyBytesPerUs);
+    std::fflush(stdout);
   }
 }
