@@ -45,6 +45,12 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return open_ops(request.param)
 
 
+@pytest.fixture(scope="session")
+def host_ops() -> Ops:
+    """The operations of the host library, for what only executing kernels on the CPU can show."""
+    return open_ops("host")
+
+
 def is_host(ops: Ops) -> bool:
     return isinstance(ops.memory, HostMemory)
 

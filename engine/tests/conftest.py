@@ -1,13 +1,13 @@
-"""The fixtures `ops` and `world` for the tests of the engine."""
+"""The fixtures `ops`, `host_ops` and `world` for the tests of the engine."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from engine.tests.backends import KINDS, open_ops, ops
+from engine.tests.backends import KINDS, host_ops, open_ops, ops
 from engine.tests.decoding import World
 
-__all__ = ["ops", "world"]
+__all__ = ["host_ops", "ops", "world"]
 
 
 @pytest.fixture(scope="module", params=KINDS)

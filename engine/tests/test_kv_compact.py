@@ -151,15 +151,17 @@ def random_path(rng, scratch):
     return [*range(chain + 1), *rest.tolist()]
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "2"])
+@pytest.mark.parametrize(
+    ("ops", "seed"),
+    [("host", "0"), ("host", "1"), ("host", "2"), pytest.param("cuda", "0", marks=pytest.mark.gpu)],
+    indirect=["ops"],
+)
 @pytest.mark.parametrize("block_size", [None, 1, 7, 16])
 def test_200_rounds_in_place(ops, block_size, seed, monkeypatch):
     """The cache is that of the reference after every round; on the CPU also with other orders of threads."""
     if is_host(ops):
         monkeypatch.setenv("KDTREE_HOST_SEED", seed)
         monkeypatch.setenv("KDTREE_HOST_THREADS", "2")
-    elif seed != "0":
-        pytest.skip("a GPU orders its threads itself")
     rng = np.random.default_rng(17)
     layers, capacity, width = 2, 700, 9
     table = None

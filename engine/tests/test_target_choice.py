@@ -14,7 +14,7 @@ import pytest
 
 import kdtr
 from engine.abi import SizeError
-from engine.tests.backends import guarded, is_host, to_device, to_host
+from engine.tests.backends import guarded, to_device, to_host
 from reference.sampling import NO_CHOICE, SamplingParams, choice_margins, choose_rows, probabilities
 
 GOLDEN = Path(__file__).resolve().parents[2] / "datasets" / "golden"
@@ -359,17 +359,15 @@ def test_parameters_that_the_reference_refuses_choose_nothing(ops):
 
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_the_order_of_threads_changes_nothing(ops, seed, monkeypatch):
-    if not is_host(ops):
-        pytest.skip("a GPU orders its threads itself")
+def test_the_order_of_threads_changes_nothing(host_ops, seed, monkeypatch):
     rng = np.random.default_rng(10)
     params = [PARAMS[6], PARAMS[0], GREEDY]
     logits = np.round(2 * gaussian(rng, (3, 2, 9000))) / 2
     positions = np.arange(6).reshape(3, 2)
-    plain = call(ops, logits, params, positions)
+    plain = call(host_ops, logits, params, positions)
     monkeypatch.setenv("KDTREE_HOST_SEED", seed)
     monkeypatch.setenv("KDTREE_HOST_THREADS", "2")
-    assert call(ops, logits, params, positions).tobytes() == plain.tobytes()
+    assert call(host_ops, logits, params, positions).tobytes() == plain.tobytes()
 
 
 def test_sizes_out_of_range_are_refused_with_their_numbers(ops):

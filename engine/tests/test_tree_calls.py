@@ -13,7 +13,7 @@ from engine import abi
 from engine.abi import AlignmentError, PointerError, SizeError, UnsupportedError, VersionError
 from engine.arrays import view
 from engine.ops import Ops
-from engine.tests.backends import guarded, is_host, to_device
+from engine.tests.backends import guarded, to_device
 from engine.tests.tree_checks import assert_same, built, outputs
 from engine.tests.tree_lists import lists_of, mixed_batch
 from reference.topk import topk_logprob
@@ -188,17 +188,15 @@ def test_a_limit_counts_all_the_shared_memory_of_a_block(ops):
     assert_same(built(ops, lp, ids, 64, shared_memory_limit=least), whole)
 
 
-def test_a_device_with_little_shared_memory_is_given_what_it_has(ops, monkeypatch):
-    if not is_host(ops):
-        pytest.skip("only the host execution can be told how much shared memory it has")
+def test_a_device_with_little_shared_memory_is_given_what_it_has(host_ops, monkeypatch):
     lp, ids = lists_of("drafter", np.random.default_rng(17), (1, 31, 512), ends=0)
-    whole = built(ops, lp, ids, 512)
+    whole = built(host_ops, lp, ids, 512)
     monkeypatch.setenv("KDTREE_HOST_SHARED_MEMORY", "60000")
-    assert_same(built(ops, lp, ids, 512), whole)
-    assert_same(built(ops, lp, ids, 512, shared_memory_limit=PROFILE_99_KIB), whole)
+    assert_same(built(host_ops, lp, ids, 512), whole)
+    assert_same(built(host_ops, lp, ids, 512, shared_memory_limit=PROFILE_99_KIB), whole)
     monkeypatch.setenv("KDTREE_HOST_SHARED_MEMORY", "30000")
     with pytest.raises(UnsupportedError, match=r"at least \d+ bytes of shared memory.* 30000"):
-        built(ops, lp, ids, 512)
+        built(host_ops, lp, ids, 512)
 
 
 def test_calls_of_different_sizes_from_several_threads(ops):
