@@ -1,6 +1,6 @@
 // y = x w^T on tensor cores: sums in the order of bf16_tile.h, which no tile shape changes.
 //
-// A block takes 16 to 64 outputs of up to 72 rows; its warps share them by slices of k. Weights go from memory into
+// A block takes 16 to 96 outputs of up to 72 rows; its warps share them by slices of k. Weights go from memory into
 // each lane's own queue in shared memory, 40 KB and more of a multiprocessor's on their way, and are used for all rows
 // of the tile from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that
 // traffic at half of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
@@ -19,9 +19,11 @@ namespace {
 constexpr int kMostSize = 1 << 30;
 constexpr int kMostOutputs = 65535 * kBf16Outs;  // the grid's second side
 constexpr int kMostTileRows = 9 * kBf16Rows;
-constexpr size_t kSharedBytes = 96 << 10;       // what every architecture has
-constexpr size_t kDeepSharedBytes = 208 << 10;  // sm_90 and sm_100
-constexpr int kMostStages = 6;
+constexpr int kVeryManyOutputs = 16384;
+
+// Shared memory of a block: what every architecture has; on an H200 for two blocks a multiprocessor, and for one.
+constexpr size_t kLeastBytes = 96 << 10, kHalfBytes = 112 << 10, kWholeBytes = 208 << 10;
+constexpr int kMultiprocessors = 132;
 
 // Row, output of one problem.
 struct Result {
@@ -65,11 +67,6 @@ __global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16A
   }
 }
 
-constexpr int stages_in(size_t bytes, size_t stage) {
-  const int stages = static_cast<int>(bytes / stage);
-  return stages < kMostStages ? stages : kMostStages;
-}
-
 template <class Tile>
 kdtree_status launch_tile(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
   KDTREE_RETURN_IF_FAILED(
@@ -80,19 +77,29 @@ kdtree_status launch_tile(const LinearBf16Args& a, int tile_rows, cudaStream_t s
   return check_launch("linear_bf16_kernel");
 }
 
-// kStages: as many as the tile is to have where shared memory allows it.
+// The tile with as many stages as fit into kBytes, at most kStages.
+template <int kTiles, int kColumns, int kSlices, int kPieces, int kStages, size_t kBytes>
+struct Fitting {
+  static constexpr int kThere = static_cast<int>(kBytes / Bf16Tile<kTiles, kColumns, kSlices, kPieces, 2>::kStageBytes);
+  using Tile = Bf16Tile<kTiles, kColumns, kSlices, kPieces, (kStages < kThere ? kStages : kThere)>;
+};
+
+// Tiles of 16 outputs and of 8 rows, slices, pieces of 32 k a stage, and the stages where shared memory allows them.
 template <int kTiles, int kColumns, int kSlices, int kPieces, int kStages>
 kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
-  constexpr size_t kStage = Bf16Tile<kTiles, kColumns, kSlices, kPieces, 2>::kStageBytes;
-  constexpr int kDeep = stages_in(kDeepSharedBytes, kStage), kShallow = stages_in(kSharedBytes, kStage);
-  using Deep = Bf16Tile < kTiles, kColumns, kSlices, kPieces, kStages<kDeep ? kStages : kDeep>;
-  using Shallow = Bf16Tile < kTiles, kColumns, kSlices, kPieces, kStages<kShallow ? kStages : kShallow>;
-  if constexpr (Deep::kStages > Shallow::kStages)
-    if (shared_memory_optin() >= Deep::kBytes) return launch_tile<Deep>(a, tile_rows, stream);
-  return launch_tile<Shallow>(a, tile_rows, stream);
+  using Least = typename Fitting<kTiles, kColumns, kSlices, kPieces, kStages, kLeastBytes>::Tile;
+  using Half = typename Fitting<kTiles, kColumns, kSlices, kPieces, kStages, kHalfBytes>::Tile;
+  using Whole = typename Fitting<kTiles, kColumns, kSlices, kPieces, kStages, kWholeBytes>::Tile;
+  if constexpr (Whole::kStages > Least::kStages) {
+    if (shared_memory_optin() >= kWholeBytes) {
+      const int64_t blocks = ceil_div(a.rows, tile_rows) * ceil_div(a.out, Least::kOuts) * a.batch;
+      return blocks <= kMultiprocessors ? launch_tile<Whole>(a, tile_rows, stream)
+                                        : launch_tile<Half>(a, tile_rows, stream);
+    }
+  }
+  return launch_tile<Least>(a, tile_rows, stream);
 }
 
-// Arguments of launch: tiles of 16 outputs, of 8 rows, slices, pieces of 32 k a stage, stages.
 kdtree_status launch_few_outputs(const LinearBf16Args& a, int rows, cudaStream_t stream) {
   if (rows <= 8) return launch<1, 1, 8, 2, 4>(a, rows, stream);
   if (rows <= 16) return launch<1, 2, 8, 2, 3>(a, rows, stream);
@@ -105,8 +112,9 @@ kdtree_status launch_many_outputs(const LinearBf16Args& a, int rows, cudaStream_
   if (rows <= 4) return launch<1, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 8) return launch<2, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 16) return launch<2, 2, 4, 2, 4>(a, rows, stream);
-  if (rows <= 24) return launch<2, 3, 4, 2, 3>(a, rows, stream);
-  if (rows <= 40) return launch<4, 5, 4, 1, 6>(a, rows, stream);
+  if (rows <= 24) return launch<2, 3, 4, 2, 4>(a, rows, stream);
+  if (rows <= 40)
+    return a.out < kVeryManyOutputs ? launch<4, 5, 4, 1, 6>(a, rows, stream) : launch<6, 5, 4, 1, 3>(a, rows, stream);
   return launch<4, 9, 4, 1, 5>(a, rows, stream);
 }
 
