@@ -1,22 +1,24 @@
 """The native engine among the decoders: its rows stand beside those of the reference, whose tokens it must give.
 
 A decoding is timed round by round on the host, whose wait for the device ends each round; prompts are read before.
-Stages are timed in a run of its own, which waits after each of them.
+Stages are timed in a run of its own, which waits after each of them. Lists may be given in place of the drafter's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
+
+from numpy.typing import NDArray
 
 import engine.generation as native
 from engine import build
 from engine.abi import EngineError, Library
 from engine.decode_abi import STAGES
 from engine.engine import Engine, Method
-from engine.request import Request
+from engine.request import DFlash, Replay, Request
 from engine.run import Run
 from engine.toolkit import BuildError
 from harness.cases import Arm
@@ -27,6 +29,8 @@ from reference.loop import Generation, Options, Round, Trace
 from reference.sampling import GREEDY
 from reference.topk import TopK
 from reference.tree import Tree
+
+Lists = Mapping[int, tuple[NDArray[Any], NDArray[Any]]]  # position of a root -> ids int [L, K], lp float32 [L, K]
 
 # An engine is made for at least as many, so that few are made.
 ROWS, BUDGET = 1024, 128
@@ -81,7 +85,32 @@ class EngineDecoder:
             result = _finished(run)
         return result, stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
 
-    def _run(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, keep_traces: bool) -> Run:
+    def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
+        """Decode one prompt with these lists in place of what the drafter says, which works for nothing."""
+        with self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists, full_cost=True) as run:
+            active = run.prefill()
+            while active:
+                active = run.round()
+            return _finished(run)
+
+    def first_round(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Round:
+        """The first round with these lists, the target working alone: its seconds by stage, and its trace."""
+        with self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists) as run:
+            run.prefill()
+            for stage in STAGES:
+                run.stage(stage)
+            return _finished(run).rounds[0]
+
+    def _run(
+        self,
+        arm: Arm,
+        prompt: Sequence[int],
+        block_size: int,
+        options: Options,
+        keep_traces: bool,
+        lists: Lists | None = None,
+        full_cost: bool = False,
+    ) -> Run:
         sampling = options.get("sampling", GREEDY)
         request = Request(
             prompt,
@@ -92,10 +121,11 @@ class EngineDecoder:
             top_p=sampling.top_p,
             seed=sampling.seed,
             stop_tokens=options.get("stop_tokens", ()),
+            drafter=DFlash() if lists is None else Replay(lists, block_size),
         )
         rows = len(prompt) + request.max_new_tokens + arm.budget
         engine = self._engine(block_size, rows, arm.budget)
-        return engine.run([request], cast(Method, arm.method), keep_traces=keep_traces)
+        return engine.run([request], cast(Method, arm.method), keep_traces=keep_traces, full_cost=full_cost)
 
     def _engine(self, block_size: int, rows: int, budget: int) -> Engine:
         held, capacity = self._engines.get(block_size, (None, 0))

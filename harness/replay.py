@@ -1,13 +1,17 @@
 """Replay: the loops run with an acceptance that is given. Target and drafter do their full work; what they say is
 replaced by a script, so the speed of a system can be measured where weights are random and would accept nothing.
 
+The engine's target cannot be made to say something else. There the script's lists are told in the words of its own
+plain decoding: of each depth, the token that the script accepts changes places with the one that the target says.
+
 Such rows stand in block "replay", are labelled, and never count as lossless output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,12 @@ from numpy.typing import NDArray
 
 import kdtr
 from datasets.evaluation import prompts
+from engine.abi import EngineError
 from harness.builders import NoListsError
 from harness.cases import AR, GPU, Arm, Builder, Chosen, Replay, digest
-from harness.parity import check_counts, combine, reason
+from harness.gpu_builders import NoGpuError
+from harness.gpu_decoder import Lists
+from harness.parity import check_counts, check_tokens, combine, reason
 from harness.records import Row, Scalar
 from harness.systems import Bench
 from harness.timing import cpu_clock, interleave
@@ -154,6 +161,40 @@ def generate(target: Target, drafter: Drafter, prompt: Sequence[int], script: Sc
     return found, state.counts(found.rounds)
 
 
+@dataclass(frozen=True)
+class Told:
+    """A script for one prompt: lists by position, and how many of their nodes each round accepts."""
+
+    lists: Lists
+    accepted: tuple[int, ...]
+
+
+def tell(script: Script, prompt_length: int, text: Sequence[int], budget: int, vocab_size: int) -> Told:
+    """The script in the words of `text`, the plain decoding behind the prompt, whose first token is the first root.
+
+    What is accepted is counted as the reference does, on what it makes of the told lists, until the text ends.
+    """
+    lists: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
+    accepted: list[int] = []
+    place = 0  # of the root in the text
+    for step in itertools.cycle(script):
+        depths = len(step.logits)
+        if place + depths + 1 >= len(text):
+            return Told(lists, tuple(accepted))
+        logits, truth = step.logits.copy(), np.array(text[place + 1 : place + depths + 2], np.int32)
+        for depth, (said, true) in enumerate(zip(step.said, truth[:depths], strict=False)):
+            logits[depth, [said, true]] = logits[depth, [true, said]]
+        told = topk_logprob(logits, min(budget, vocab_size))
+        heard = topk_logprob(
+            ReplayDrafter({0: (told.ids, told.lp)}, vocab_size, depths + 1).propose(0, depths), min(budget, vocab_size)
+        )
+        tree = build_tree(heard.lp, heard.ids, budget)
+        lists[prompt_length + place] = told.ids, told.lp
+        accepted.append(len(accept(tree.tokens, tree.parents, truth[tree.depths]).nodes) - 1)
+        place += accepted[-1] + 1
+    raise ValueError("a script without steps")
+
+
 def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     """The rows of a replay case, labelled as such."""
     case = chosen.case
@@ -180,7 +221,15 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     prompt = prompts.subset(prompts.load(case.set), 1)[0]
     contents = [part for step in script for part in (step.logits.tobytes(), step.said)]
     case_hash = digest(case, pair.digest, prompt.tokens, *contents)
-    if bench.is_done(chosen, case_hash):
+    native = {f"{GPU}-{arm.name}": arm for arm in (AR, Arm("ddtree", case.budget))}
+    expected = [arm for arm in chosen.arms if arm != GPU]
+    if GPU in chosen.arms and bench.engine is not None:
+        expected += native
+    if bench.is_done(replace(chosen, arms=tuple(expected)), case_hash):
+        return
+    if GPU in chosen.arms:
+        yield from _native_rows(bench, case, case_hash, params, native, prompt.tokens, script)
+    if chosen.arms == (GPU,):
         return
     arms = {arm.name: arm for arm in (AR, Arm("ddtree", case.budget)) if arm == AR or arm.name in chosen.arms}
     drafter = pair.drafter(case.block_size)
@@ -217,5 +266,70 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
             metrics=metrics,
             timing=arm.timing,
         )
-    if GPU in chosen.arms:
-        yield from bench.not_run(case, "replay", [GPU], bench.gpu_missing, case_hash=case_hash, params=params)
+
+
+def _native_rows(
+    bench: Bench,
+    case: Replay,
+    case_hash: str,
+    params: Mapping[str, Scalar],
+    arms: Mapping[str, Arm],
+    prompt: Sequence[int],
+    script: Script,
+) -> Iterator[Row]:
+    """The rows of the engine, whose outputs are those of its own plain decoding."""
+    try:
+        decoder = bench.need_engine()
+    except NoGpuError as error:
+        yield from bench.not_run(case, "replay", [GPU], str(error), case_hash=case_hash, params=params)
+        return
+    options: Options = {"max_new_tokens": case.max_new_tokens}
+    longer: Options = {"max_new_tokens": case.max_new_tokens + 2 * case.block_size}
+    try:
+        text = decoder.decode(AR, prompt, case.block_size, longer).tokens
+    except EngineError as error:
+        for name in arms:
+            yield bench.row(case, case_hash, "replay", name, reason=f"plain decoding failed: {error}", params=params)
+        return
+    told = tell(script, len(prompt), text, case.budget, bench.pair.target.vocab_size)
+
+    def call(arm: Arm) -> Callable[[], Generation]:
+        if arm == AR:
+            return lambda: decoder.decode(arm, prompt, case.block_size, options)
+        return lambda: decoder.replay(arm, prompt, case.block_size, options, told.lists)
+
+    found: dict[str, Generation] = {}
+    measured = interleave(
+        {name: call(arm) for name, arm in arms.items()},
+        samples=case.repeats,
+        clock=decoder.clock,
+        launch=decoder.launch,
+        reader=decoder.reader,
+        inspect=lambda name, _, result: found.update({name: result}),
+        seconds=lambda result: float(result.decode_seconds),
+    )
+    base = next(iter(arms))
+    for name, measurement in measured.items():
+        parity, metrics = None, {}
+        if name in found:
+            result = found[name]
+            wanted = told.accepted if name != base else [0] * len(result.rounds)
+            counts = [min(n, r.depth_limit) for n, r in zip(wanted, result.rounds, strict=False)]
+            checks = [
+                check_counts(case.set, counts, [r.accepted for r in result.rounds]),
+                check_tokens(case.set, text[: case.max_new_tokens], result.tokens),
+            ]
+            parity = combine("the acceptance of the script", checks)
+            metrics = {"tau": result.tau, "rounds": len(result.rounds), "tokens": len(result.tokens)}
+        yield bench.row(
+            case,
+            case_hash,
+            "replay",
+            name,
+            against=None if name == base else base,
+            reason=measurement.failure or (reason(parity) if parity else None),
+            params={**params, "system": decoder.name, "budget": arms[name].budget},
+            parity=parity,
+            metrics=metrics,
+            timing=measurement.timing,
+        )

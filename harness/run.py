@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from harness import builders, logits, records, replay, runners
+from harness import builders, curve, logits, records, replay, runners
 from harness.cases import Builder, Chosen, Curve, Decode, Logits, Replay
 from harness.compare import Comparison
 from harness.console import say
@@ -76,7 +76,7 @@ def measure(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = la
         case Logits():
             return logits.rows(bench, chosen)
         case Curve():
-            return runners.curve_rows(bench, chosen)
+            return curve.rows(bench, chosen)
         case Replay():
             return replay.rows(bench, chosen)
 

@@ -19,15 +19,24 @@ from datasets.evaluation.measure import sampling as prompt_sampling
 from datasets.evaluation.prompts import Prompt
 from datasets.evaluation.statistics import LOOPING_BELOW, distinct_ratio
 from harness import stats, timing
-from harness.cases import AR, GPU, Arm, Chosen, Curve, Decode, digest
+from harness.cases import AR, GPU, Arm, Chosen, Decode, digest
 from harness.environment import CHECKOUT
 from harness.gpu_builders import NoGpuError
-from harness.parity import Check, Decoding, check_accepted, check_tokens, check_tree, combine, reason, target_margin
+from harness.parity import (
+    Check,
+    Decoding,
+    check_accepted,
+    check_tokens,
+    check_tree,
+    combine,
+    reason,
+    target_margin,
+)
 from harness.records import RecordedTree, Row, Timing
 from harness.systems import Bench, Decoder
-from harness.timing import Stages, cpu_clock, interleave, staged_timing
+from harness.timing import Stages, interleave, staged_timing
 from reference.loop import Generation, Options, Round, tau
-from reference.sampling import GREEDY, SamplingParams, choice_margins, choose_rows
+from reference.sampling import SamplingParams, choice_margins, choose_rows
 
 TREE_BUDGETS = (16, 64)  # whose rounds are stored for looking at
 STAGED_TRIES = 3  # a neighbour may disturb the moments between two stages, but not each time
@@ -363,63 +372,6 @@ def check_one_pass(
         seed=sampling.seed,
         margin=lambda i: float(choice_margins(logits[i : i + 1], sampling, positions[i : i + 1])[0]),
     )
-
-
-def curve_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
-    """T_verify(N): the target on N rows behind a prefix, with the mask of a tree; choices against one causal pass."""
-    case = chosen.case
-    assert isinstance(case, Curve)
-    try:
-        target = bench.pair.target
-    except FileNotFoundError as error:
-        yield from bench.not_run(case, "curve", chosen.arms, str(error))
-        return
-    text = np.array(
-        [t for p in prompts.load("heldout_code") for t in p.tokens][: case.prefix + max(case.rows)], np.int32
-    )
-    case_hash = digest(case, bench.pair.digest, text.tobytes())
-    if bench.is_done(chosen, case_hash):
-        return
-    cache = target.new_cache(len(text))
-    whole = target.forward(text, cache).logits[case.prefix :, : target.vocab_size]
-    cache.commit(np.arange(case.prefix))
-    positions = np.arange(case.prefix, len(text), dtype=np.int32)
-    truth = choose_rows(whole, GREEDY, positions)
-    margins = choice_margins(whole, GREEDY, positions)
-
-    def call(n: int) -> Callable[[], Any]:
-        mask, rows, at = np.tri(n, dtype=np.bool_), text[case.prefix : case.prefix + n], positions[:n]
-        return lambda: target.forward(rows, cache, positions=at, visibility=mask)
-
-    found: dict[str, Any] = {}
-    counts = {f"n{n}": n for n in case.rows if n == 1 or f"n{n}" in chosen.arms}
-    if counts.keys() != {"n1"} or "n1" in chosen.arms:
-        arms = interleave(
-            {name: call(n) for name, n in counts.items()},
-            samples=10,
-            clock=cpu_clock(),
-            inspect=lambda name, _, result: found.update({name: result}),
-        )
-        for name, arm in arms.items():
-            n = counts[name]
-            choices: Any = (
-                choose_rows(found[name].logits[:, : target.vocab_size], GREEDY, positions[:n]) if name in found else []
-            )
-            check = check_tokens(name, truth[:n], choices, margin=lambda i: float(margins[i]))
-            parity = combine("one causal pass", [check])
-            yield bench.row(
-                case,
-                case_hash,
-                "curve",
-                name,
-                against=None if name == "n1" else "n1",
-                reason=arm.failure or reason(parity),
-                params={"rows": n, "prefix": case.prefix, "system": "reference"},
-                parity=parity,
-                timing=arm.timing,
-            )
-    if GPU in chosen.arms:
-        yield from bench.not_run(case, "curve", [GPU], bench.gpu_missing, case_hash=case_hash)
 
 
 def _mean_stage(rounds: Sequence[Round], stage: str) -> stats.Number:

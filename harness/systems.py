@@ -1,4 +1,4 @@
-"""What is measured behind one small interface: decoders (the NumPy reference, later the native engine) and builders."""
+"""What is measured behind one small interface: decoders (the NumPy reference, the native engine) and builders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from datasets.evaluation.pair import Pair
 from harness import builders, gpu_builders, gpu_decoder
 from harness.cases import GPU, Arm, Case, Chosen, digest
 from harness.environment import CHECKOUT
+from harness.gpu_decoder import Lists
 from harness.records import Environment, Parity, Row, Scalar, Timing
 from harness.timing import Clock, ClockReader, Stages, cpu_clock, stages_of
 from reference.dflash import DFlash
-from reference.loop import Generation, Options, ar_generate, chain_generate, ddtree_generate
+from reference.loop import Generation, Options, Round, ar_generate, chain_generate, ddtree_generate
 
 
 class Decoder(Protocol):
@@ -34,6 +35,16 @@ class Decoder(Protocol):
 
     def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
         """Decode one prompt, its time split into stages."""
+
+
+class NativeDecoder(Decoder, Protocol):
+    """A decoder that takes lists in place of its drafter's."""
+
+    def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
+        """Decode one prompt with lists that are given, the drafter working for nothing."""
+
+    def first_round(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Round:
+        """The first round with lists that are given, its time by stage, its trace; the target works alone."""
 
 
 class ReferenceDecoder:
@@ -74,7 +85,7 @@ class Systems:
     decoder: Callable[[Pair], Decoder] = ReferenceDecoder
     builder: Callable[[str, NDArray[np.float32], NDArray[np.int32], int], builders.Build] = builders.make
     gpu: Callable[[str | None], gpu_builders.Gpu] = gpu_builders.open_gpu
-    engine: Callable[[Path, str | None], Decoder] = gpu_decoder.open_decoder
+    engine: Callable[[Path, str | None], NativeDecoder] = gpu_decoder.open_decoder
 
 
 @dataclass(frozen=True)
@@ -144,27 +155,22 @@ class Bench:
         return self._gpu
 
     @functools.cached_property
-    def _engine(self) -> Decoder | gpu_builders.NoGpuError:
+    def _engine(self) -> NativeDecoder | gpu_builders.NoGpuError:
         try:
             return self.systems.engine(self.models, self.environment.gpu_missing)
         except gpu_builders.NoGpuError as error:
             return error
 
     @property
-    def engine(self) -> Decoder | None:
+    def engine(self) -> NativeDecoder | None:
         """The decoder on the GPU, None if there is none."""
         return None if isinstance(self._engine, gpu_builders.NoGpuError) else self._engine
 
-    def need_engine(self) -> Decoder:
+    def need_engine(self) -> NativeDecoder:
         """The same. Raises NoGpuError, which says why."""
         if isinstance(self._engine, gpu_builders.NoGpuError):
             raise self._engine
         return self._engine
-
-    @property
-    def gpu_missing(self) -> str:
-        """Why the GPU arms of curves and replays do not run."""
-        return self.environment.gpu_missing or "the native engine has no runner for cases of this kind"
 
     def row(
         self,
