@@ -50,13 +50,14 @@ struct MlaAttentionBf16Args {
   int heads;      // 16, 32, 64 or 128
   float scale;
   int longest;        // the most keys any row may have (host bound for the grid: the capacity of the cache)
-  int shared_memory;  // bytes that a block may take; 0: what the device allows. Changes the speed alone
+  int shared_memory;  // bytes that a block may take; 0: what the device allows. Changes no bit, as the next
+  int blocks;         // of the kernel, where there is work for so many; 0: what keeps a large device busy
   void* workspace;
   size_t workspace_size;
 };
 // At most 256 MiB, unless 64 head rows need more. A pass takes less too, down to 64 head rows' worth: the same bits
 // from more launches.
-size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest);
+size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest, int blocks = 0);
 kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& args, cudaStream_t stream);
 
 // Grouped-query attention of a drafter's block over its context and itself, unmasked (reference/dflash.py

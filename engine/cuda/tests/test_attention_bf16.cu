@@ -43,15 +43,34 @@ struct Result {
   std::vector<float> lse;     // [N * heads]
 };
 
+// How the pass is cut, which the number of blocks asked for decides: into blocks of 16 head rows with a chunk of keys
+// each, of 64 with a chunk, or of 64 with a span of several chunks.
+enum class Cut { kSixteen, kChunks, kSpans };
+
 struct How {
-  int width = 0;          // rows of the block; 0: as many as the largest tree has
-  int block_size = 0;     // of a paged cache
-  int longest = 0;        // 0: as many as there are keys
-  int fewer_groups = 0;   // a workspace for so many groups of 64 head rows; 0: what the query says
-  int shared_memory = 0;  // as in the arguments
-  bool chain = false;     // no paths: row i sees rows 0..i
-  int64_t shift = 0;      // bytes between the view's base and the memory there is; a multiple of a block
+  Cut cut = Cut::kSixteen;
+  bool small_device = false;
+  int width = 0;         // rows of the block; 0: as many as the largest tree has
+  int block_size = 0;    // of a paged cache
+  int fewer_groups = 0;  // a workspace for so many groups of head rows; 0: what the query says
+  bool chain = false;    // no paths: row i sees rows 0..i
+  int64_t shift = 0;     // bytes between the view's base and the memory there is; a multiple of a block
 };
+
+// The i-th of all combinations of cut and device.
+How how(int i) {
+  How how;
+  how.cut = static_cast<Cut>(i % 3);
+  how.small_device = i / 3 % 2 == 1;
+  return how;
+}
+constexpr int kHows = 6;
+
+// Blocks to ask for, for so many groups of 64 head rows.
+int blocks_of(Cut cut, int groups, int longest) {
+  constexpr int kSpan = 2048;  // the first has several chunks
+  return cut == Cut::kSpans ? 1 : cut == Cut::kChunks ? groups * ((longest + kSpan - 1) / kSpan) + 1 : INT32_MAX;
+}
 
 // Several requests in one call.
 std::vector<Result> run(const std::vector<const Problem*>& problems, const How& how) {
@@ -114,13 +133,15 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
   if (size == 0 && how.shift > 0) a.layer = 1, a.cache.layers = 2, a.cache.layer_stride = how.shift;
   a.out = out.get(), a.lse = lse.get();
   a.heads = heads, a.scale = problems[0]->scale;
-  a.longest = how.longest > 0 ? how.longest : capacity;
-  a.shared_memory = how.shared_memory;
-  size_t bytes = mla_attention_bf16_workspace(requests, width, heads, a.longest);
+  a.longest = std::max(capacity, 300);  // two chunks
+  a.blocks = blocks_of(how.cut, requests * ((width * heads + 63) / 64), a.longest);
+  a.shared_memory = how.small_device ? kSmallDevice : 0;
+  size_t bytes = mla_attention_bf16_workspace(requests, width, heads, a.longest, a.blocks);
   if (how.fewer_groups > 0) {
-    const size_t fewer = mla_attention_bf16_workspace(1, 1, 16, a.longest) * static_cast<size_t>(how.fewer_groups);
-    CHECK(fewer < bytes);
-    bytes = fewer;
+    const int rows_of_group = how.cut == Cut::kSixteen ? 16 : 64;
+    const size_t group = bytes / static_cast<size_t>(requests * ((width * heads + rows_of_group - 1) / rows_of_group));
+    CHECK(group * static_cast<size_t>(how.fewer_groups) < bytes);
+    bytes = group * static_cast<size_t>(how.fewer_groups);
   }
   const check::Array<unsigned char> workspace(bytes);
   a.workspace = workspace.get(), a.workspace_size = bytes;
@@ -229,49 +250,53 @@ void same(const Problem& p, const Result& a, const Result& b) {
 }  // namespace
 
 TEST(agrees_with_sums_in_double) {
+  int i = 0;
   for (const int heads : {16, 32, 64, 128})
     for (const int prefix : check::tiny() ? std::vector<int>{33} : std::vector<int>{0, 45, 96}) {
       Problem p = random_problem(check::tiny() ? 3 : 6, heads, prefix, static_cast<uint32_t>(heads + prefix));
-      check_all(p, run(p));
+      check_all(p, run(p, how(i++)));
       make_chain(&p);
-      How how;
-      how.chain = true;
-      check_all(p, run(p, how));
+      How chain = how(i++);
+      chain.chain = true;
+      check_all(p, run(p, chain));
     }
 }
 
 TEST(agrees_around_the_borders_of_tiles_chunks_and_spans) {
+  int i = 0;
   for (const int prefix :
-       check::tiny() ? std::vector<int>{31} : std::vector<int>{30, 31, 32, 510, 511, 512, 2046, 2047}) {
+       check::tiny() ? std::vector<int>{31, 255} : std::vector<int>{30, 31, 32, 254, 255, 256, 2046, 2047}) {
     Problem p = random_problem(3, 16, prefix, static_cast<uint32_t>(prefix));
     p.parents = {-1, 0, 0};
-    const Result result = run(p);
+    const Result result = run(p, how(i++));
     check_all(p, result);
-    same_row(p.heads, run(alone(p, 2)), 0, result, 2);
+    same_row(p.heads, run(alone(p, 2), how(i++)), 0, result, 2);
   }
 }
 
 TEST(large_scores_move_the_peak) {
-  Problem p = random_problem(3, 16, check::tiny() ? 40 : 550, 3);
+  Problem p = random_problem(3, 16, check::tiny() ? 40 : 300, 3);
   p.scale = 2;
-  check_all(p, run(p));
+  const Result result = run(p);
+  check_all(p, result);
+  for (int i = 1; i < kHows; ++i) same(p, result, run(p, how(i)));
 }
 
 TEST(a_node_of_a_tree_has_the_bits_of_plain_decoding) {
+  int i = 0;
   for (const int heads : {16, 32, 64, 128})
-    for (const int prefix : check::tiny() ? std::vector<int>{30} : std::vector<int>{0, 31, 61, 509}) {
-      const Problem p =
-          random_problem(check::tiny() || prefix > 100 ? 5 : 11, heads, prefix, static_cast<uint32_t>(prefix));
-      const Result tree = run(p);
+    for (const int prefix : check::tiny() ? std::vector<int>{30} : std::vector<int>{0, 61, 253}) {
+      const Problem p = random_problem(check::tiny() ? 5 : 11, heads, prefix, static_cast<uint32_t>(prefix));
+      const Result tree = run(p, how(i++));
       for (int node = 0; node < p.rows(); node += heads > 32 || prefix > 100 ? 4 : 1)
-        same_row(heads, run(alone(p, node)), 0, tree, node);
+        same_row(heads, run(alone(p, node), how(i++)), 0, tree, node);
     }
 }
 
 TEST(a_chain_longer_than_a_tile_may_come_in_pieces) {
   Problem p = random_problem(check::tiny() ? 5 : 70, 16, 3, 5);
   make_chain(&p);
-  const Result whole = run(p);
+  const Result whole = run(p, how(1));
   How chain;
   chain.chain = true;
   same(p, whole, run(p, chain));
@@ -280,23 +305,26 @@ TEST(a_chain_longer_than_a_tile_may_come_in_pieces) {
 
 TEST(neighbours_slots_width_workspace_paging_and_the_device_change_no_bit) {
   for (const int heads : {16, 64}) {
-    const int rows = heads == 16 ? 9 : 3, prefix = check::tiny() ? 20 : heads == 16 ? 530 : 45;
+    const int rows = heads == 16 ? 9 : 3, prefix = check::tiny() ? 20 : heads == 16 ? 270 : 45;
     const Problem p = random_problem(rows, heads, prefix, 1), other = random_problem(rows - 2, heads, 7, 2);
     const Result base = run(p);
     const auto changed = [&](auto&& change) {
-      How how;
-      change(how);
-      same(p, base, run(p, how));
+      for (const Cut cut : {Cut::kSixteen, Cut::kChunks}) {
+        How how;
+        how.cut = cut;
+        change(how);
+        same(p, base, run(p, how));
+      }
     };
+    for (int i = 1; i < kHows; ++i) same(p, base, run(p, how(i)));
     changed([&](How& how) { how.width = rows + 5; });
-    changed([](How& how) { how.longest = 5000; });
-    changed([](How& how) { how.longest = 1 << 18; });  // blocks take whole spans
-    if (prefix > 512) changed([](How& how) { how.fewer_groups = 2; });
+    changed([](How& how) { how.fewer_groups = 2; });
     for (const int block_size : {1, 16, 48}) changed([=](How& how) { how.block_size = block_size; });
-    changed([](How& how) { how.shared_memory = kSmallDevice; });
-    const std::vector<Result> both = run({&other, &p}, {});
-    same(p, base, both[1]);
-    same(other, run(other), both[0]);
+    for (const int i : {0, 1, 5}) {
+      const std::vector<Result> both = run({&other, &p}, how(i));
+      same(p, base, both[1]);
+      same(other, run(other), both[0]);
+    }
 
     // The last row, moved to other slots of another tree.
     const Problem one = alone(p, rows - 1);
@@ -306,18 +334,16 @@ TEST(neighbours_slots_width_workspace_paging_and_the_device_change_no_bit) {
       beside.parents = {-1, -1, -1, 0};  // several roots, so that any of them is alone behind the prefix
       beside.cache[static_cast<size_t>(one.prefix + slot)] = one.cache.back();
       std::copy(one.queries.begin(), one.queries.end(), beside.queries.begin() + slot * heads);
-      same_row(heads, run(beside), slot, base, rows - 1);
+      for (const int i : {0, 1}) same_row(heads, run(beside, how(i)), slot, base, rows - 1);
     }
   }
 }
 
 TEST(spans_are_joined_as_chunks_are) {
-  const Problem p = random_problem(1, 16, check::tiny() ? 1030 : 4100, 4);
-  const Result chunks = run(p);
-  check_all(p, chunks);
-  How spans;
-  spans.longest = 1 << 18;
-  same(p, chunks, run(p, spans));
+  const Problem p = random_problem(1, 16, check::tiny() ? 600 : 4700, 4);
+  const Result result = run(p);
+  check_all(p, result);
+  for (const int i : {1, 2, 5}) same(p, result, run(p, how(i)));
 }
 
 TEST(a_row_that_is_not_seen_has_no_influence_and_one_that_is_seen_spreads) {
@@ -327,14 +353,16 @@ TEST(a_row_that_is_not_seen_has_no_influence_and_one_that_is_seen_spreads) {
     for (int bad = 0; bad < p.rows(); bad += heads == 16 ? 1 : 3) {
       Problem poisoned = p;
       std::fill_n(poisoned.cache[static_cast<size_t>(p.prefix + bad)].begin(), kWidth, kNan);
-      const Result result = run(poisoned);
-      for (int row = 0; row < p.rows(); ++row) {
-        const std::vector<int32_t> path = p.path(row);
-        if (std::find(path.begin(), path.end(), bad) == path.end()) {
-          same_row(heads, clean, row, result, row);
-        } else {
-          for (size_t i = 0; i < static_cast<size_t>(heads) * kLatent; ++i)
-            CHECK(std::isnan(value(result.out[static_cast<size_t>(row * heads) * kLatent + i])));
+      for (const int i : {0, 1, 3 + bad % 3}) {
+        const Result result = run(poisoned, how(i));
+        for (int row = 0; row < p.rows(); ++row) {
+          const std::vector<int32_t> path = p.path(row);
+          if (std::find(path.begin(), path.end(), bad) == path.end()) {
+            same_row(heads, clean, row, result, row);
+          } else {
+            for (size_t c = 0; c < static_cast<size_t>(heads) * kLatent; ++c)
+              CHECK(std::isnan(value(result.out[static_cast<size_t>(row * heads) * kLatent + c])));
+          }
         }
       }
     }
@@ -345,11 +373,11 @@ TEST(rows_lie_beyond_two_and_four_gigabytes) {
   const Problem p = random_problem(2, 16, 35, 6);
   const Result base = run(p);
   for (const int64_t gigabytes : {2, 4, 9}) {
-    How how;
-    how.shift = (gigabytes << 30) / (16 * 2 * kWidth) * (16 * 2 * kWidth) + 16 * 2 * kWidth;
-    same(p, base, run(p, how));
-    how.block_size = 16;
-    same(p, base, run(p, how));
+    How far;
+    far.shift = (gigabytes << 30) / (16 * 2 * kWidth) * (16 * 2 * kWidth) + 16 * 2 * kWidth;
+    same(p, base, run(p, far));
+    far.block_size = 16;
+    same(p, base, run(p, far));
   }
 }
 
