@@ -51,6 +51,17 @@ inline kdtree_status check_bf16_extents(const char* call, std::initializer_list<
   return KDTREE_OK;
 }
 
+// As copy_async_16, for weights: brings the 128 bytes around into L2, of which the other half is asked for next.
+__device__ __forceinline__ void copy_async_weights(void* shared, const void* global, bool valid) {
+#ifdef KDTREE_HOST
+  copy_async_16(shared, global, valid);
+#else
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+               : "memory");
+#endif
+}
+
 // A block of kSlices warps for kTiles x 16 outputs and kColumns x 8 rows. kPieces: of 32 k that a stage of the queue
 // holds, 1 or 2; kStages: of the queue, of which one is read while the others are on their way.
 template <int kTiles_, int kColumns_, int kSlices_, int kPieces_, int kStages_>
@@ -66,17 +77,42 @@ struct Bf16Tile {
   static_assert(kStages >= 2 && (kPieces == 1 || kPieces == 2), "a stage is read while another one is on its way");
 };
 
-// The vectors of 8 elements that a lane copies: of row lane / 4 of each 8 x 8 part, at k 8 (lane % 4). A row that is
-// not there counts as zeros.
-struct Bf16Row {
+// A lane copies 8 elements at a time of row lane / 4 of each 8 x 8 part, at k 8 (lane % 4). What is not there counts as
+// zeros. These say where its rows are: addresses go from one row to the next, so that they take few registers.
+//
+// Weights: `first` is the lane's row of the first part, `half` elements before that of a tile's lower half, `tile`
+// before that of the next tile. left: outputs from the lane's first one on; kPaired: a tile has 8, and their partners
+// below.
+template <bool kPaired>
+struct Bf16Weights {
   const uint16_t* first;
-  bool there;
+  int64_t half, tile;
+  int left;
+  static constexpr int kTileOuts = kPaired ? 8 : 16, kHalfOuts = kPaired ? 0 : 8;
 };
 
-// Leaves the slices' sums of the block's outputs in `shared`, for bf16_joined. weights(i): the lane's row of half i % 2
-// of tile i / 2; rows(n): of rows 8 n to 8 n + 7.
-template <class Tile, typename Weights, typename Rows>
-__device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, Weights weights, Rows rows) {
+// Rows of x that lie `stride` elements apart. left: from the lane's first one on.
+struct Bf16Rows {
+  const uint16_t* first;
+  int64_t stride;
+  int left;
+  __device__ const uint16_t* at(int k) const { return first + k; }
+  __device__ const uint16_t* after(const uint16_t* row, int, int) const { return row + kBf16Rows * stride; }
+};
+
+// Rows of x from anywhere.
+template <int kColumns>
+struct Bf16ChosenRows {
+  const uint16_t* rows[kColumns];
+  int left;
+  __device__ const uint16_t* at(int k) const { return rows[0] + k; }
+  __device__ const uint16_t* after(const uint16_t*, int n, int k) const { return rows[n] + k; }
+};
+
+// Leaves the slices' sums of the block's outputs in `shared`, for bf16_joined.
+template <class Tile, bool kPaired, class Rows>
+__device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, const Bf16Weights<kPaired>& weights,
+                                              const Rows& rows) {
   const int lane = lane_id(), slice = warp_id();
   const int steps = static_cast<int>(ceil_div(in, kBf16Step));
   constexpr int kStagesOfStep = kBf16Step / kBf16Piece / Tile::kPieces, kPieceVectors = Tile::kVectors * kWarp;
@@ -87,20 +123,28 @@ __device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, Wei
 
   const auto copy = [&](int number, uint4* stage) {
     if (number < count) {
+      const int k = (first + number) * Tile::kPieces * kBf16Piece + lane % 4 * kBf16Vector;
+      const uint16_t* from = weights.first + k;
       KDTREE_UNROLL
-      for (int p = 0; p < Tile::kPieces; ++p) {
-        const int k = ((first + number) * Tile::kPieces + p) * kBf16Piece + lane % 4 * kBf16Vector;
-        uint4* const piece = stage + p * kPieceVectors;
+      for (int m = 0; m < Tile::kTiles; ++m) {
         KDTREE_UNROLL
-        for (int i = 0; i < 2 * Tile::kTiles; ++i) {
-          const Bf16Row row = weights(i);
-          copy_async_16(piece + i * kWarp, row.first + k, row.there && k < in);
+        for (int half = 0; half < 2; ++half) {
+          const bool there = m * weights.kTileOuts + half * weights.kHalfOuts < weights.left;
+          KDTREE_UNROLL
+          for (int p = 0; p < Tile::kPieces; ++p)
+            copy_async_weights(stage + p * kPieceVectors + (2 * m + half) * kWarp,
+                               from + half * weights.half + p * kBf16Piece, there && k + p * kBf16Piece < in);
         }
+        from += weights.tile;
+      }
+      from = rows.at(k);
+      KDTREE_UNROLL
+      for (int n = 0; n < Tile::kColumns; ++n) {
+        if (n > 0) from = rows.after(from, n, k);
         KDTREE_UNROLL
-        for (int n = 0; n < Tile::kColumns; ++n) {
-          const Bf16Row row = rows(n);
-          copy_async_16(piece + (2 * Tile::kTiles + n) * kWarp, row.first + k, row.there && k < in);
-        }
+        for (int p = 0; p < Tile::kPieces; ++p)
+          copy_async_16(stage + p * kPieceVectors + (2 * Tile::kTiles + n) * kWarp, from + p * kBf16Piece,
+                        n * kBf16Rows < rows.left && k + p * kBf16Piece < in);
       }
     }
     commit_copies();

@@ -80,13 +80,15 @@ __device__ ExpertTile own_tile(const Scratch& scratch) {
 
 // The lane's rows of x: `of(pair)` for the pairs of the tile.
 template <class Tile, typename Of>
-__device__ __forceinline__ void find_rows(const Scratch& scratch, const ExpertTile& tile, Of of,
-                                          Bf16Row (&rows)[Tile::kColumns]) {
+__device__ __forceinline__ Bf16ChosenRows<Tile::kColumns> find_rows(const Scratch& scratch, const ExpertTile& tile,
+                                                                    Of of) {
+  const int part = lane_id() / 4;
+  Bf16ChosenRows<Tile::kColumns> result;
   KDTREE_UNROLL
-  for (int n = 0; n < Tile::kColumns; ++n) {
-    const int place = kBf16Rows * n + lane_id() / 4;
-    rows[n] = {of(scratch.order[tile.first + min(place, tile.rows - 1)]), place < tile.rows};
-  }
+  for (int n = 0; n < Tile::kColumns; ++n)
+    result.rows[n] = of(scratch.order[tile.first + min(kBf16Rows * n + part, tile.rows - 1)]);
+  result.left = tile.rows - part;
+  return result;
 }
 
 template <class Tile>
@@ -98,16 +100,10 @@ __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_gate_up_kernel(Pr
   const int first = static_cast<int>(blockIdx.y) * kGates, part = lane_id() / 4;
   const int gates = min(kGates, p.a.width - first);
   const uint16_t* const gate = p.a.gate_up[tile.expert] + static_cast<int64_t>(first + part) * p.a.hidden;
-  Bf16Row x[Tile::kColumns];
-  find_rows<Tile>(
-      p.scratch, tile, [&](int pair) { return p.a.x + static_cast<int64_t>(pair / p.a.chosen) * p.a.hidden; }, x);
-  bf16_multiply<Tile>(
-      shared, p.a.hidden,
-      [&](int i) {
-        const int64_t row = static_cast<int64_t>(i % 2) * p.a.width + i / 2 * 8;
-        return Bf16Row{gate + row * p.a.hidden, i / 2 * 8 + part < gates};
-      },
-      [&](int n) { return x[n]; });
+  const auto x = find_rows<Tile>(
+      p.scratch, tile, [&](int pair) { return p.a.x + static_cast<int64_t>(pair / p.a.chosen) * p.a.hidden; });
+  const int64_t row = p.a.hidden;
+  bf16_multiply<Tile>(shared, p.a.hidden, Bf16Weights<true>{gate, p.a.width * row, 8 * row, gates - part}, x);
   for (int i = static_cast<int>(threadIdx.x); i < tile.rows * kGates; i += Tile::kThreads) {
     const int row = i / kGates, own = i % kGates, out = own / 8 * kBf16Outs + own % 8;
     if (own < gates)
@@ -124,13 +120,10 @@ __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_down_kernel(Probl
   const int first = static_cast<int>(blockIdx.y) * Tile::kOuts, part = lane_id() / 4;
   const int outs = min(Tile::kOuts, p.a.hidden - first);
   const uint16_t* const down = p.a.down[tile.expert] + static_cast<int64_t>(first + part) * p.a.width;
-  Bf16Row mid[Tile::kColumns];
-  find_rows<Tile>(
-      p.scratch, tile, [&](int pair) { return p.scratch.mid + static_cast<int64_t>(pair) * p.a.width; }, mid);
-  bf16_multiply<Tile>(
-      shared, p.a.width,
-      [&](int i) { return Bf16Row{down + static_cast<int64_t>(8 * i) * p.a.width, 8 * i + part < outs}; },
-      [&](int n) { return mid[n]; });
+  const auto mid = find_rows<Tile>(p.scratch, tile,
+                                   [&](int pair) { return p.scratch.mid + static_cast<int64_t>(pair) * p.a.width; });
+  const int64_t row = p.a.width;
+  bf16_multiply<Tile>(shared, p.a.width, Bf16Weights<false>{down, 8 * row, 16 * row, outs - part}, mid);
   for (int i = static_cast<int>(threadIdx.x); i < tile.rows * Tile::kOuts; i += Tile::kThreads) {
     const int row = i / Tile::kOuts, out = i % Tile::kOuts;
     if (out < outs)

@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16A
   const int rows = min(tile_rows, a.rows - first_row), outs = min(Tile::kOuts, a.out - first_out);
   const uint16_t* const x = a.x + blockIdx.z * a.x_batch + (first_row + part) * a.x_stride;
   const uint16_t* const w = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out + part) * a.in;
-  bf16_multiply<Tile>(
-      shared, a.in, [&](int i) { return Bf16Row{w + static_cast<int64_t>(8 * i) * a.in, 8 * i + part < outs}; },
-      [&](int n) { return Bf16Row{x + kBf16Rows * n * a.x_stride, kBf16Rows * n + part < rows}; });
+  const int64_t eight = int64_t{8} * a.in;
+  bf16_multiply<Tile>(shared, a.in, Bf16Weights<false>{w, eight, 2 * eight, outs - part},
+                      Bf16Rows{x, a.x_stride, rows - part});
 
   const int64_t size = a.wide ? sizeof(float) : sizeof(uint16_t), skipped = blockIdx.z * a.y_batch * size;
   const Result result{static_cast<unsigned char*>(a.y) + skipped,
@@ -101,9 +101,9 @@ kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream
 }
 
 kdtree_status launch_few_outputs(const LinearBf16Args& a, int rows, cudaStream_t stream) {
-  if (rows <= 8) return launch<1, 1, 8, 2, 4>(a, rows, stream);
-  if (rows <= 16) return launch<1, 2, 8, 2, 3>(a, rows, stream);
-  if (rows <= 24) return launch<1, 3, 8, 1, 4>(a, rows, stream);
+  if (rows <= 8) return launch<1, 1, 8, 2, 8>(a, rows, stream);
+  if (rows <= 16) return launch<1, 2, 8, 2, 6>(a, rows, stream);
+  if (rows <= 24) return launch<1, 3, 8, 1, 8>(a, rows, stream);
   if (rows <= 40) return launch<2, 5, 8, 1, 5>(a, rows, stream);
   return launch<1, 9, 8, 1, 4>(a, rows, stream);
 }
