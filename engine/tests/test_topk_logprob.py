@@ -430,6 +430,50 @@ def test_many_requests_and_depths(ops):
     check(ops, gaussian(14, 2, 31, 70), 11)
 
 
+@each_dtype
+@pytest.mark.parametrize("k", [40, 300])
+@pytest.mark.parametrize("in_place", [False, True], ids=["own status", "status of the stage before"])
+def test_many_rows_are_each_what_it_is_alone(ops, dtype, k, in_place):
+    """Many rows take another kernel. Faults, limits, earlier failures, precise sums and hard rows are among them."""
+    requests, depths, vocabulary = 90, 3, 4100
+    rng = np.random.default_rng(16)
+    logits = (3 * rng.standard_normal((requests, depths, vocabulary), np.float32)).astype(np.float64)
+    logits[10:20] -= np.log(np.exp(logits[10:20]).sum(axis=-1, keepdims=True))
+    logits[20:24] = 2.5
+    logits[24] = ascending(vocabulary)
+    logits = logits.astype(np.float32).astype(dtype)
+    for request, depth, token, value in (
+        (30, 2, 4099, np.nan),
+        (30, 2, 4000, INF),
+        (31, 0, 0, INF),
+        (32, 1, 5, np.nan),
+    ):
+        logits[request, depth, token] = value
+    logits[33] = np.nan
+    limits = np.full(requests, depths, np.int32)
+    limits[[5, 32, 33, 40, 41]] = [1, 1, 0, 4, -1]
+    before = np.zeros((requests, 3), np.int32)
+    before[[7, 31]] = [[NO_CHOICE, 4, 5], [OK, 8, 8]]
+
+    def lists(first, last):
+        made = {name: guard.array for name, guard in outputs(ops, last - first, depths, k).items()}
+        part = to_device(ops, before[first:last])
+        if in_place:
+            made["status"] = part
+        limit = to_device(ops, limits[first:last])
+        given = to_device(ops, logits[first:last])
+        return ops.topk_logprob(given, k, dtype=dtype.name, depth_limits=limit, before=part, out=made).to_host()
+
+    many = lists(0, requests)
+    assert [many.status[r].tolist() for r in (30, 31, 32, 33, 40, 41)] == [
+        *([INFINITE, 3, 4000], [INFINITE, 1, 0]),
+        *([OK, 0, 0], [OK, 0, 0], [OWN_SIZE, 4, 3], [OWN_SIZE, -1, 3]),
+    ]
+    for request in range(requests):
+        alone = all_bits(lists(request, request + 1))
+        assert {name: bits(getattr(many, name)[request]) for name in alone} == alone, request
+
+
 @pytest.mark.parametrize("depths", [0, 2])
 def test_lists_of_nothing(ops, depths):
     """No depths, or no entries: the status is written all the same, and logz where there are rows."""

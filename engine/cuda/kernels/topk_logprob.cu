@@ -1,48 +1,56 @@
 // Logits -> lists: the K best of each row in order, and their log-probabilities. reference/topk.py.
 //
-// Two kernels. The first reads the logits once: one warp a chunk of 1024 ids leaves the chunk's sum of exponentials,
-// the maxima of its groups and its first NaN or +inf (topk_row.h, topk_sum.h). The second, one block a row, adds the
-// sums up and finds the K best from the maxima and from the few groups that hold them (topk_select.h). Rows whose logz
-// needs a precise sum get more blocks for it; whichever is done last goes on.
+// The logits are read once: one warp a chunk of 1024 ids leaves the chunk's sum of exponentials, the maxima of its
+// groups and its first NaN or +inf (topk_scan.h). Then one block a row adds the sums up (topk_sum.h) and finds the K
+// best from the maxima and from the few groups that hold them (topk_select.h). Few rows take two kernels for that, so
+// that rows whose logz needs a precise sum can have more blocks for it; whichever is done last goes on. Many rows take
+// one: the last block of a row to have read its part goes on, while other blocks read other rows.
 
 #include "common/error.h"
 #include "kernels/request.h"
+#include "kernels/topk_launch.h"
+#include "kernels/topk_scan.h"
 #include "kernels/topk_select.h"
-#include "kernels/topk_sum.h"
 
 namespace kdtree {
 namespace {
 
 constexpr int kScanThreads = 128;
 constexpr int kMostPrecise = 16;  // blocks of a row that share its precise sum
+constexpr int kManyRows = 128;    // from here on one block a row is enough for a precise sum
+constexpr int kStreamRounds = 2;  // chunks that a warp of the one kernel reads, if there are rows enough
+constexpr int kStreamBlocks = 4;  // of the one kernel on a multiprocessor
 
 using Args = kdtree_topk_logprob_args;
 
-// Shared memory of a block of the second kernel.
-template <int kThreads_, int kMostK>
+// Shared memory of a block that selects.
+template <typename Selection>
 struct Block {
-  static constexpr int kThreads = kThreads_;
+  static constexpr int kThreads = Selection::kThreads;
+  using Groups = Maxima<kThreads, Selection::kHeld>;
 
-  Selection<kThreads, kMostK> selection;
+  Selection selection;
   unsigned totals[2][kWarp];
   unsigned long long fault;
   Outcome outcome;
   RowSum sum;
-  bool last;
+  bool last, any_fault;
 };
 
+// Of few rows each is to be done soon; beside the streams of many there are no more registers than those take.
 constexpr int kSmallK = 256;
-using SmallBlock = Block<256, kSmallK>;
-using LargeBlock = Block<512, KDTREE_MAX_BUDGET>;
+using SmallBlock = Block<Selection<256, kSmallK, 2, 4>>;
+using LargeBlock = Block<Selection<512, KDTREE_MAX_BUDGET, 3, 5>>;
+using SmallStreamBlock = Block<Selection<256, kSmallK, 2, 2>>;
+using LargeStreamBlock = Block<Selection<256, KDTREE_MAX_BUDGET, 2, 2>>;
 
 __device__ int own_depth_limit(const Args& a, int request) {
   return a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
 }
 
-// What is known of a request before its logits are looked at.
-__device__ Outcome outcome_without_logits(const Args& a, int request) {
+// What is known of a request before its logits are looked at. limit: its own_depth_limit, loaded beside the status.
+__device__ Outcome outcome_without_logits(const Args& a, int request, int limit) {
   if (failed_before(a.before, request)) return carried_on(a.before, request);
-  const int limit = own_depth_limit(a, request);
   if (limit < 0 || limit > a.depth_limit) return {KDTREE_REQUEST_OWN_SIZE, limit, a.depth_limit};
   return Outcome{};
 }
@@ -52,80 +60,16 @@ __device__ const T* row_of(const Args& a, int64_t row) {
   return static_cast<const T*>(a.logits) + row * a.row_stride;
 }
 
-// The greatest logits of a chunk's groups, by a warp. top: of each of the lane's octets; own: of all of them.
-__device__ void write_maxima(const float (&x)[kSteps][kOctet], const float (&top)[kSteps], float own, int group_bits,
-                             uint16_t* maxima) {
-  if (group_bits == 0) {
-    KDTREE_UNROLL
-    for (int s = 0; s < kSteps; ++s) {
-      unsigned words[kOctet / 2];
-      KDTREE_UNROLL
-      for (int i = 0; i < kOctet / 2; ++i)
-        words[i] = order_of(x[s][2 * i]) >> 16 | (order_of(x[s][2 * i + 1]) & 0xffff0000u);
-      *reinterpret_cast<uint4*>(maxima + s * kStep + lane_id() * kOctet) =
-          uint4{words[0], words[1], words[2], words[3]};
-    }
-    return;
-  }
-  const bool of_lanes = group_bits >= kLaneGroupBits;
-  const int lane_bits = group_bits - (of_lanes ? kLaneGroupBits : 3), lanes = 1 << lane_bits;
-  const auto write = [&](float greatest, int place) {
-    for (int step = 1; step < lanes; step *= 2) greatest = max(greatest, __shfl_xor_sync(kAllLanes, greatest, step));
-    if ((lane_id() & (lanes - 1)) == 0) maxima[place >> lane_bits] = static_cast<uint16_t>(order_of(greatest) >> 16);
-  };
-  if (of_lanes) {
-    write(own, lane_id());
-  } else {
-    KDTREE_UNROLL
-    for (int s = 0; s < kSteps; ++s) write(top[s], s * kWarp + lane_id());
-  }
-}
-
 template <typename T>
-__global__ void __launch_bounds__(kScanThreads, 8) scan_kernel(Args a, RowPlan plan, RowScratch scratch) {
+__global__ void __launch_bounds__(kScanThreads, 6) scan_kernel(Args a, RowPlan plan, RowScratch scratch) {
+  let_next_start();
   const int request = static_cast<int>(blockIdx.z), depth = static_cast<int>(blockIdx.y);
-  if (outcome_without_logits(a, request).failed() || depth >= own_depth_limit(a, request)) return;
+  const int limit = own_depth_limit(a, request);
+  if (outcome_without_logits(a, request, limit).failed() || depth >= limit) return;
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
-  const unsigned size = static_cast<unsigned>(a.vocab_size);
-  const int warps = kScanThreads / kWarp;
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch.arrived[row] = 0;
-
-  for (int chunk = static_cast<int>(blockIdx.x) * warps + warp_id(); chunk < plan.chunks;
-       chunk += static_cast<int>(gridDim.x) * warps) {
-    float x[kSteps][kOctet], top[kSteps];
-    load_chunk(row_of<T>(a, row), static_cast<unsigned>(chunk), size, x);
-    KDTREE_UNROLL
-    for (int s = 0; s < kSteps; ++s) {
-      top[s] = x[s][0];
-      KDTREE_UNROLL
-      for (int i = 1; i < kOctet; ++i) top[s] = max_or_nan(top[s], x[s][i]);
-    }
-    const float own = max_or_nan(max_or_nan(top[0], top[1]), max_or_nan(top[2], top[3]));
-    const unsigned greatest = __reduce_max_sync(kAllLanes, own != own ? kOrderOfNaN : order_of(own));
-    const int64_t at = row * plan.chunks + chunk;
-    unsigned fault = kNoFault;
-    ChunkSum sum{0, kNoExponent, greatest};
-    if (greatest >= kOrderOfInfinity) {
-      KDTREE_UNROLL
-      for (int s = 0; s < kSteps; ++s) {
-        KDTREE_UNROLL
-        for (int i = 0; i < kOctet; ++i)
-          if (!(x[s][i] < __uint_as_float(0x7f800000u)))
-            fault = min(fault, static_cast<unsigned>(chunk) * kChunk + s * kStep + lane_id() * kOctet + i);
-      }
-      fault = __reduce_min_sync(kAllLanes, fault);
-    } else {
-      sum = fast_sum(x, greatest);
-      if (plan.groups > 0)
-        write_maxima(
-            x, top, own, plan.group_bits,
-            scratch.maxima + row * plan.row_groups + static_cast<int64_t>(chunk) * (kChunk >> plan.group_bits));
-    }
-    if (lane_id() == 0) {
-      scratch.faults[at] = fault;
-      scratch.sums[at] = sum;
-    }
-  }
+  scan_part(row_of<T>(a, row), static_cast<unsigned>(a.vocab_size), row, static_cast<int>(blockIdx.x),
+            static_cast<int>(gridDim.x), plan, scratch);
 }
 
 // The lists of a request that is not taken: nothing downstream reads garbage from them.
@@ -137,19 +81,16 @@ __device__ void write_refused(const Args& a, int64_t row) {
   if (threadIdx.x == 0) a.logz[row] = 0;
 }
 
-// The first fault in the request's logits, in the order of (depth, id). By the whole block; `first` is shared, and
-// holds ~0 so far.
+// The first fault in the request's logits, in the order of (depth, id); there is one. By the whole block; `first` is
+// shared, and holds ~0 so far.
 template <typename T>
-__device__ Outcome find_fault(const Args& a, int request, int chunks, const unsigned* faults,
+__device__ Outcome find_fault(const Args& a, int request, int limit, const RowPlan& plan, const RowScratch& scratch,
                               unsigned long long* first) {
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit;
-  const int limit = own_depth_limit(a, request);
-  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(limit) * chunks; i += blockDim.x) {
-    const unsigned id = faults[row * chunks + i];
-    if (id != kNoFault) atomicMin(first, static_cast<unsigned long long>(i / chunks) << 32 | id);
-  }
+  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(limit) * plan.chunks; i += blockDim.x)
+    if (scratch.tops[row * plan.chunks + i] >= kOrderOfInfinity)
+      atomicMin(first, static_cast<unsigned long long>(i / plan.chunks) << 32 | scratch.faults[row * plan.chunks + i]);
   __syncthreads();
-  if (*first == ~0ull) return Outcome{};
   const int depth = static_cast<int>(*first >> 32);
   const unsigned id = static_cast<unsigned>(*first);
   const float x = widen(row_of<T>(a, row + depth)[id]);
@@ -166,38 +107,11 @@ __device__ bool last_to_arrive(unsigned* arrived, bool* last) {
   return *last;
 }
 
+// The lists of a row whose sums are known, by the block part of `parts` that share it. All that is asked for is that
+// s.sum is there and that s.selection is clear. maxima: loaded if the row may need no precise sum and the part is 0.
 template <typename T, typename Shared>
-__global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 4 : 2)
-    select_kernel(Args a, RowPlan plan, RowScratch scratch) {
-  KDTREE_DYNAMIC_SHARED(memory);
-  Shared& s = *reinterpret_cast<Shared*>(memory);
-  const int part = static_cast<int>(blockIdx.x), depth = static_cast<int>(blockIdx.y);
-  const int request = static_cast<int>(blockIdx.z);
-  const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
-
-  if (threadIdx.x == 0) {  // for all: a block of another depth may be overwriting it
-    s.outcome = outcome_without_logits(a, request);
-    s.fault = ~0ull;
-  }
-  __syncthreads();
-  Outcome outcome = s.outcome;
-  const int limit = own_depth_limit(a, request);
-  if (!outcome.failed()) {
-    if (warp_id() == 0 && depth < limit) {  // beside the search for faults, which decides whether it counts
-      const RowSum sum = combine(scratch.sums + row * plan.chunks, plan.chunks);
-      if (lane_id() == 0) s.sum = sum;
-    }
-    outcome = find_fault<T>(a, request, plan.chunks, scratch.faults, &s.fault);
-  }
-  if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
-  if (depth >= a.depth_limit) return;
-  if (outcome.failed()) {
-    const bool own = limit >= 0 && limit <= a.depth_limit;
-    if (part == 0 && (!own || depth < limit)) write_refused(a, row);
-    return;
-  }
-  if (depth >= limit) return;
-
+__device__ void write_lists(const Args& a, const RowPlan& plan, const RowScratch& scratch, int64_t row, int part,
+                            int parts, typename Shared::Groups& maxima, Shared& s) {
   const T* const logits = row_of<T>(a, row);
   const unsigned size = static_cast<unsigned>(a.vocab_size);
   const float peak = s.sum.peak;
@@ -206,16 +120,19 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 4 
     if (part > 0) return;
   } else {
     PreciseSum* const sums = scratch.precise + row * plan.chunks;
-    for (int chunk = part * warp_count() + warp_id(); chunk < plan.chunks;
-         chunk += static_cast<int>(gridDim.x) * warp_count()) {
+    for (int chunk = part * warp_count() + warp_id(); chunk < plan.chunks; chunk += parts * warp_count()) {
       const PreciseSum sum = precise_sum(logits, static_cast<unsigned>(chunk), size, peak, effort == kWide);
       if (lane_id() == 0) sums[chunk] = sum;
     }
-    if (!last_to_arrive(scratch.arrived + row, &s.last)) return;
+    if (parts == 1)
+      __syncthreads();
+    else if (!last_to_arrive(scratch.arrived + row, &s.last))
+      return;
     if (warp_id() == 0) {
       const double logz = combine(sums, plan.chunks, peak);
       if (lane_id() == 0) s.sum.logz = static_cast<float>(logz);
     }
+    maxima.load(scratch.maxima + row * plan.row_groups, plan.groups);
     __syncthreads();
   }
   const float logz = s.sum.logz;
@@ -224,13 +141,112 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 4 
 
   BlockScan scan(s.totals);
   Selector<T, decltype(s.selection)> select(s.selection, scan, logits, size, static_cast<unsigned>(a.k));
-  select(scratch.maxima + row * plan.row_groups, plan.groups, plan.group_bits, order_of(peak),
-         [&](unsigned rank, unsigned order, unsigned id) {
-           float x = value_of(order);
-           if (x == 0) x = widen(logits[id]);  // the order does not know the sign of zero
-           a.ids[row * a.k + rank] = static_cast<int>(id);
-           a.lp[row * a.k + rank] = logz == minus_infinity() ? logz : __fsub_rn(x, logz);
-         });
+  select(maxima, plan.group_bits, order_of(peak), [&](unsigned rank, unsigned order, unsigned id) {
+    float x = value_of(order);
+    if (x == 0) x = widen(logits[id]);  // the order does not know the sign of zero
+    a.ids[row * a.k + rank] = static_cast<int>(id);
+    a.lp[row * a.k + rank] = logz == minus_infinity() ? logz : __fsub_rn(x, logz);
+  });
+}
+
+// By the first warp, of a row: s.sum.
+template <typename Shared>
+__device__ void combine_row(const RowPlan& plan, const RowScratch& scratch, int64_t row, Shared& s) {
+  const int64_t at = row * plan.chunks;
+  const RowSum sum = combine(scratch.sums + at, scratch.exponents + at, scratch.tops + at, plan.chunks);
+  if (lane_id() == 0) s.sum = sum;
+}
+
+template <typename T, typename Shared>
+__global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 : 1)
+    select_kernel(Args a, RowPlan plan, RowScratch scratch) {
+  KDTREE_DYNAMIC_SHARED(memory);
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const int part = static_cast<int>(blockIdx.x), depth = static_cast<int>(blockIdx.y);
+  const int request = static_cast<int>(blockIdx.z);
+  const int64_t first_row = static_cast<int64_t>(request) * a.depth_limit, row = first_row + depth;
+  s.selection.clear();
+  if (threadIdx.x == 0) s.fault = ~0ull;
+  wait_for_previous();
+
+  // All that one look at memory can tell, also of a request that failed before, where it says nothing.
+  const int limit = own_depth_limit(a, request);
+  if (threadIdx.x == 0) s.outcome = outcome_without_logits(a, request, limit);  // a block of another depth may write it
+  typename Shared::Groups maxima;
+  maxima.load(scratch.maxima + row * plan.row_groups, part == 0 && depth < limit ? plan.groups : 0);
+  bool fault = false;
+  if (warp_id() == 0) {
+    if (depth < limit && limit <= a.depth_limit) combine_row(plan, scratch, row, s);
+  } else {
+    const int rows = limit <= a.depth_limit ? limit : 0, others = static_cast<int>(blockDim.x) - kWarp;
+    const unsigned* const tops = scratch.tops + first_row * plan.chunks;
+    KDTREE_UNROLL_BY(4)
+    for (int64_t i = static_cast<int>(threadIdx.x) - kWarp; i < static_cast<int64_t>(rows) * plan.chunks; i += others)
+      fault |= tops[i] >= kOrderOfInfinity;
+  }
+  fault = __syncthreads_or(fault) != 0;
+  Outcome outcome = s.outcome;
+  if (!outcome.failed() && fault) outcome = find_fault<T>(a, request, limit, plan, scratch, &s.fault);
+  if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
+  if (depth >= a.depth_limit) return;
+  if (outcome.failed()) {
+    const bool own = limit >= 0 && limit <= a.depth_limit;
+    if (part == 0 && (!own || depth < limit)) write_refused(a, row);
+    return;
+  }
+  if (depth >= limit) return;
+  write_lists<T>(a, plan, scratch, row, part, static_cast<int>(gridDim.x), maxima, s);
+}
+
+// Both in one, for many rows. scratch.arrived and finished are 0 at its start.
+template <typename T, typename Shared>
+__global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
+    stream_kernel(Args a, RowPlan plan, RowScratch scratch) {
+  KDTREE_DYNAMIC_SHARED(memory);
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const int part = static_cast<int>(blockIdx.x), depth = static_cast<int>(blockIdx.y);
+  const int request = static_cast<int>(blockIdx.z);
+  const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
+  // All threads find the same: what the logits say of a request is written when all its blocks have passed by here.
+  const int limit = own_depth_limit(a, request);
+  Outcome outcome = outcome_without_logits(a, request, limit);
+  if (outcome.failed() || limit == 0) {
+    const bool own = limit >= 0 && limit <= a.depth_limit;
+    if (part == 0 && outcome.failed() && (!own || depth < limit)) write_refused(a, row);
+    if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
+    return;
+  }
+  if (depth >= limit) return;
+
+  scan_part(row_of<T>(a, row), static_cast<unsigned>(a.vocab_size), row, part, static_cast<int>(gridDim.x), plan,
+            scratch);
+  if (!last_to_arrive(scratch.arrived + row, &s.last)) return;
+  typename Shared::Groups maxima;
+  maxima.load(scratch.maxima + row * plan.row_groups, plan.groups);
+  s.selection.clear();
+  if (threadIdx.x == 0) s.fault = ~0ull;
+  if (warp_id() == 0) combine_row(plan, scratch, row, s);
+  __syncthreads();
+  const bool fault = !(s.sum.peak < -minus_infinity());
+  if (!fault) write_lists<T>(a, plan, scratch, row, 0, 1, maxima, s);
+
+  // The last row of a request tells what became of it.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    constexpr unsigned kFault = 1u << 16;
+    const unsigned before = atomicAdd(scratch.finished + request, fault ? kFault + 1 : 1);
+    s.last = static_cast<int>(before % kFault) == limit - 1;
+    s.any_fault = fault || before >= kFault;
+  }
+  __syncthreads();
+  if (!s.last) return;
+  __threadfence();
+  if (s.any_fault) {
+    outcome = find_fault<T>(a, request, limit, plan, scratch, &s.fault);
+    for (int d = 0; d < limit; ++d) write_refused(a, row - depth + d);
+  }
+  if (threadIdx.x == 0) write_status(a.status, request, outcome);
 }
 
 kdtree_status check(const Args& a) {
@@ -262,38 +278,59 @@ int clamp(int64_t value, int64_t least, int64_t most) {
 }
 
 template <typename T, typename Shared>
-kdtree_status launch(const Args& a) {
-  const RowPlan plan(a.vocab_size, a.k);
+kdtree_status launch_two(const Args& a, const RowPlan& plan, const RowScratch& scratch) {
   const int64_t rows = static_cast<int64_t>(a.requests) * a.depth_limit;
-  const RowScratch scratch(a.workspace, rows, plan);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
   const unsigned depths = static_cast<unsigned>(a.depth_limit), requests = static_cast<unsigned>(a.requests);
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(select_kernel<T, Shared>),
+                                              "kdtree_topk_logprob", sizeof(Shared)));
+  const dim3 block(Shared::kThreads);
+  if (rows == 0) {
+    KDTREE_LAUNCH((select_kernel<T, Shared>), dim3(1, 1, requests), block, sizeof(Shared), stream, a, plan, scratch);
+    return check_launch("select_kernel");
+  }
   int device = 0, multiprocessors = 0;
   KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetDevice(&device), "cudaGetDevice"));
   KDTREE_RETURN_IF_FAILED(
       check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors"));
+  // Six blocks fit a multiprocessor; with ten rounds of them the last, partly idle one is a small share.
+  const int64_t whole = ceil_div(plan.chunks, kScanThreads / kWarp);
+  const int blocks = clamp(ceil_div(64 * multiprocessors, rows), 1, whole);
+  KDTREE_LAUNCH((scan_kernel<T>), dim3(static_cast<unsigned>(blocks), depths, requests), dim3(kScanThreads), 0, stream,
+                a, plan, scratch);
+  KDTREE_RETURN_IF_FAILED(check_launch("scan_kernel"));
+  const int parts =
+      clamp(2 * multiprocessors / rows, 1, clamp(ceil_div(plan.chunks, Shared::kThreads / kWarp), 1, kMostPrecise));
+  return launch_behind("select_kernel", select_kernel<T, Shared>, dim3(static_cast<unsigned>(parts), depths, requests),
+                       block, sizeof(Shared), stream, a, plan, scratch);
+}
 
-  int parts = 1;
-  if (rows > 0) {
-    // Eight blocks fit a multiprocessor; with eight rounds of them the last, partly idle one is a small share.
-    const int64_t whole = ceil_div(plan.chunks, kScanThreads / kWarp);
-    const int blocks = clamp(ceil_div(64 * multiprocessors, rows), 1, whole);
-    KDTREE_LAUNCH((scan_kernel<T>), dim3(static_cast<unsigned>(blocks), depths, requests), dim3(kScanThreads), 0,
-                  stream, a, plan, scratch);
-    KDTREE_RETURN_IF_FAILED(check_launch("scan_kernel"));
-    parts =
-        clamp(2 * multiprocessors / rows, 1, clamp(ceil_div(plan.chunks, Shared::kThreads / kWarp), 1, kMostPrecise));
-  }
-  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(select_kernel<T, Shared>),
+template <typename T, typename Shared>
+kdtree_status launch_one(const Args& a, const RowPlan& plan, const RowScratch& scratch) {
+  const int64_t rows = static_cast<int64_t>(a.requests) * a.depth_limit;
+  const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(stream_kernel<T, Shared>),
                                               "kdtree_topk_logprob", sizeof(Shared)));
-  KDTREE_LAUNCH((select_kernel<T, Shared>), dim3(static_cast<unsigned>(parts), depths > 0 ? depths : 1, requests),
-                dim3(Shared::kThreads), sizeof(Shared), stream, a, plan, scratch);
-  return check_launch("select_kernel");
+  KDTREE_RETURN_IF_FAILED(
+      check_cuda(cudaMemsetAsync(scratch.arrived, 0, static_cast<size_t>(rows + a.requests) * sizeof(unsigned), stream),
+                 "counters"));
+  const int64_t blocks = ceil_div(plan.chunks, kStreamRounds * Shared::kThreads / kWarp);
+  KDTREE_LAUNCH(
+      (stream_kernel<T, Shared>),
+      dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.depth_limit), static_cast<unsigned>(a.requests)),
+      dim3(Shared::kThreads), sizeof(Shared), stream, a, plan, scratch);
+  return check_launch("stream_kernel");
 }
 
 template <typename T>
 kdtree_status launch(const Args& a) {
-  return a.k <= kSmallK ? launch<T, SmallBlock>(a) : launch<T, LargeBlock>(a);
+  const RowPlan plan(a.vocab_size, a.k);
+  const int64_t rows = static_cast<int64_t>(a.requests) * a.depth_limit;
+  const RowScratch scratch(a.workspace, rows, plan);
+  const bool many = rows >= kManyRows;
+  if (a.k <= kSmallK)
+    return many ? launch_one<T, SmallStreamBlock>(a, plan, scratch) : launch_two<T, SmallBlock>(a, plan, scratch);
+  return many ? launch_one<T, LargeStreamBlock>(a, plan, scratch) : launch_two<T, LargeBlock>(a, plan, scratch);
 }
 
 }  // namespace

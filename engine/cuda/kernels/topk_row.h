@@ -13,14 +13,12 @@ constexpr int kOctet = 8;               // neighbouring ids that one lane holds
 constexpr int kSteps = 4;               // octets of a lane
 constexpr int kStep = kWarp * kOctet;   // ids from a lane's octet to its next
 constexpr int kChunk = kSteps * kStep;  // ids that one warp sums
-constexpr unsigned kNoFault = 0xffffffffu;
 constexpr int kNoExponent = -(1 << 30);
 
-// Of one chunk: the sum of exp(logit) in units of 2^exponent, and the order of the greatest logit.
+// Of one chunk: the sum of exp(logit) in units of 2^exponent.
 struct ChunkSum {
   double sum;
   int exponent;  // kNoExponent: nothing was summed
-  unsigned top;
 };
 
 // Of one chunk: the sum of exp(logit - peak) over the logits below the row's peak, and how many equal it.
@@ -74,19 +72,25 @@ __device__ inline unsigned octet_of_group(unsigned group, unsigned i, int bits) 
 
 // [rows, ...] of the workspace, rows counted over [R, L].
 struct RowScratch {
-  ChunkSum* sums;       // [rows, chunks]
+  double* sums;         // [rows, chunks] of the chunks' sums
+  int* exponents;       // [rows, chunks]
+  unsigned* tops;       // [rows, chunks] order of the greatest logit; from kOrderOfInfinity on the chunk has a fault
+  unsigned* faults;     // [rows, chunks] lowest id with NaN or +inf, where there is one
   PreciseSum* precise;  // [rows, chunks]
-  unsigned* faults;     // [rows, chunks] lowest id with NaN or +inf, kNoFault: none
-  unsigned* arrived;    // [rows] blocks that are done with `precise`
+  unsigned* arrived;    // [rows] blocks that are done with their part of the row
+  unsigned* finished;   // [R] behind `arrived`: rows of a request that are done
   uint16_t* maxima;     // [rows, row_groups] upper halves of the orders of the greatest logits
   size_t bytes;
 
   RowScratch(void* base, int64_t rows, const RowPlan& plan) : bytes(0) {
     const uintptr_t start = reinterpret_cast<uintptr_t>(base);
-    sums = take<ChunkSum>(start, rows * plan.chunks);
-    precise = take<PreciseSum>(start, rows * plan.chunks);
+    sums = take<double>(start, rows * plan.chunks);
+    exponents = take<int>(start, rows * plan.chunks);
+    tops = take<unsigned>(start, rows * plan.chunks);
     faults = take<unsigned>(start, rows * plan.chunks);
-    arrived = take<unsigned>(start, rows);
+    precise = take<PreciseSum>(start, rows * plan.chunks);
+    arrived = take<unsigned>(start, 2 * rows);
+    finished = arrived + rows;
     maxima = take<uint16_t>(start, rows * plan.row_groups);
   }
 
@@ -168,16 +172,23 @@ __device__ void load_octet(const T* row, unsigned first, unsigned size, float (&
     load_octet_by_element(row, first, size, x);
 }
 
-// The lane's octets of a chunk. Loads of 16 bytes wherever none of them leaves the row; all are started before the
-// first is used.
+// Whether a chunk lies in the row as loads of 16 bytes want it: on their boundary, and whole.
 template <typename T>
+__device__ bool lies_well(const T* row, unsigned chunk, unsigned size) {
+  return skip_of(row) == 0 && (chunk + 1) * kChunk <= size;
+}
+
+// The lane's octets of a chunk. Loads of 16 bytes wherever none of them leaves the row; all are started before the
+// first is used. kWell: lies_well is true.
+template <bool kWell, typename T>
 __device__ void load_chunk(const T* row, unsigned chunk, unsigned size, float (&x)[kSteps][kOctet]) {
   constexpr int kVectors = kOctet * sizeof(T) / 16;
   constexpr unsigned kMargin = 16 / sizeof(T);
   const unsigned first = chunk * kChunk + lane_id() * kOctet, skip = skip_of(row);
-  if (skip == 0 && (chunk + 1) * kChunk <= size) {
+  if constexpr (kWell) {
+    const T* const at = row + first;
     KDTREE_UNROLL
-    for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors>(row + first + s * kStep, 0, x[s]);
+    for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors>(at + s * kStep, 0, x[s]);
   } else if (chunk > 0 && (chunk + 1) * kChunk + kMargin <= size) {
     KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors + 1>(row + first + s * kStep, skip, x[s]);

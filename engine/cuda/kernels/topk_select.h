@@ -13,24 +13,97 @@ namespace kdtree {
 
 constexpr int kBins = 2048;
 constexpr int kMostInBin = 128;  // each is compared with all others of its bin
-constexpr int kGathered = 4;     // octets that a thread reads at once
 
-// Shared memory of a block of kThreads that selects up to kMostK.
-template <int kThreads_, int kMostK_>
+// Shared memory of a block of kThreads that selects up to kMostK. Of a thread: kHeld loads of maxima stay in registers,
+// kGathered octets are read at once.
+template <int kThreads_, int kMostK_, int kHeld_, int kGathered_>
 struct Selection {
-  static constexpr int kThreads = kThreads_, kMostK = kMostK_;
-  static constexpr int kRoom = 16 * kThreads;  // at least kMostK and an octet of each thread
-  static constexpr int kHits = 8 * kThreads;
-  static_assert(kMostK + kOctet * kThreads <= kRoom);
+  static constexpr int kThreads = kThreads_, kMostK = kMostK_, kHeld = kHeld_, kGathered = kGathered_;
+  static constexpr int kKept = 8 * kThreads;  // keys that may be gathered
+  static constexpr int kHits = 8 * kThreads;  // groups that may be read again
+  static constexpr int kRoom =
+      16 * kThreads;  // keys that are streamed and sorted: at least kMostK and an octet a thread
+  static_assert(kMostK + kOctet * kThreads <= kRoom && kMostK <= kKept);
 
-  unsigned long long keys[kRoom];
   union {
-    unsigned hits[kHits];
-    unsigned long long ordered[kMostK + kMostInBin];
+    struct {
+      unsigned long long keys[kKept];
+      union {
+        unsigned hits[kHits];
+        unsigned long long ordered[kMostK + kMostInBin];
+      };
+      unsigned bins[kBins];  // zero wherever a function begins
+    };
+    unsigned long long room[kRoom];
   };
-  unsigned bins[kBins];
   unsigned hit_count, count;
   unsigned cut_bin;
+
+  // By the whole block, before the first barrier.
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
+    if (threadIdx.x == 0) hit_count = count = 0;
+  }
+};
+
+// The maxima of a row, eight a load. The first kHeld loads of a thread stay in its registers.
+template <int kThreads, int kHeld>
+class Maxima {
+ public:
+  static constexpr int kAtOnce = 16 / sizeof(uint16_t);
+  static_assert(kHeld * kAtOnce <= 32, "a bit for each that is held");
+
+  __device__ void load(const uint16_t* maxima, int64_t groups) {
+    maxima_ = maxima;
+    groups_ = groups;
+    KDTREE_UNROLL
+    for (int i = 0; i < kHeld; ++i) held_[i] = loaded(first(i));
+  }
+
+  // Calls f(number of the first, eight halves, i) of loads the thread's i-th; as often in each thread of a warp. Maxima
+  // that are none come as 0, below all.
+  template <typename F>
+  __device__ void for_held(F f) const {
+    KDTREE_UNROLL
+    for (int i = 0; i < kHeld; ++i) call(f, first(i), held_[i], i);
+  }
+  template <typename F>
+  __device__ void for_others(F f) const {
+    KDTREE_UNROLL_BY(1)
+    for (int i = kHeld; static_cast<int64_t>(i) * kThreads * kAtOnce < groups_; ++i)
+      call(f, first(i), loaded(first(i)), i);
+  }
+
+ private:
+  __device__ int64_t first(int i) const {
+    return (static_cast<int64_t>(i) * kThreads + static_cast<int>(threadIdx.x)) * kAtOnce;
+  }
+
+  __device__ uint4 loaded(int64_t first) const {
+    if (first >= groups_) return uint4{0, 0, 0, 0};
+    uint4 four = *reinterpret_cast<const uint4*>(maxima_ + first);
+    if (first + kAtOnce > groups_) {  // what lies behind the last may be anything
+      const int there = static_cast<int>(groups_ - first);
+      const auto kept = [&](unsigned word, int i) {
+        return 2 * i + 1 < there ? word : 2 * i < there ? word & 0xffffu : 0u;
+      };
+      four = uint4{kept(four.x, 0), kept(four.y, 1), kept(four.z, 2), kept(four.w, 3)};
+    }
+    return four;
+  }
+
+  template <typename F>
+  __device__ static void call(F f, int64_t first, const uint4& four, int i) {
+    const unsigned words[4] = {four.x, four.y, four.z, four.w};
+    unsigned half[kAtOnce];
+    KDTREE_UNROLL
+    for (int h = 0; h < kAtOnce; ++h) half[h] = h % 2 == 0 ? words[h / 2] & 0xffffu : words[h / 2] >> 16;
+    f(first, half, i);
+  }
+
+  uint4 held_[kHeld];
+  const uint16_t* maxima_;
+  int64_t groups_;
 };
 
 // Logits of a row as numbers in the order of the list: greater is better, so a lower id is greater among equals.
@@ -62,44 +135,61 @@ class Selector {
   __device__ Selector(Shared& shared, BlockScan& scan, const T* row, unsigned size, unsigned k)
       : s_(shared), scan_(scan), row_(row), size_(size), k_(k), ranking_(size) {}
 
-  // Calls emit(rank, order, id) once for each of the k best. maxima [groups] of 2^group_bits ids each; top: order of
-  // the greatest logit. Starts and ends with whatever the block has in s_.keys, ordered, bins, counts in use.
-  template <typename Emit>
-  __device__ void operator()(const uint16_t* maxima, int64_t groups, int group_bits, unsigned top, Emit emit) {
+  // Calls emit(rank, order, id) once for each of the k best. maxima: of 2^group_bits ids each; top: order of the
+  // greatest logit. The block has passed a barrier since s_.clear().
+  template <typename Groups, typename Emit>
+  __device__ void operator()(const Groups& maxima, int group_bits, unsigned top, Emit emit) {
     const auto emit_key = [&](unsigned rank, unsigned long long key) {
       emit(rank, ranking_.order(key), ranking_.id(key));
     };
-    const unsigned bound = find_bound(maxima, groups, top >> 16);
-    find_hits(maxima, groups, bound);
+    const unsigned bound = find_bound(maxima, top >> 16);
+    find_hits(maxima, bound);
     __syncthreads();
     const unsigned hits = s_.hit_count;
-    if (hits <= Shared::kHits) {
-      gather(group_bits, hits, value_from(bound << 16));
-      __syncthreads();
-    }
+    const KeyBins bins(lowest(bound), ranking_.key(top, 0));
+    if (hits <= Shared::kHits) gather(group_bits, hits, value_from(bound << 16), bins);
+    __syncthreads();
     const unsigned found = s_.count;
-    if (hits > Shared::kHits || found > Shared::kRoom) {
+    if (hits > Shared::kHits || found > Shared::kKept) {
       stream(lowest(bound));
     } else {
-      if (spread(found, lowest(bound), ranking_.key(top, 0), emit_key)) return;
+      if (spread(found, bins, emit_key)) return;
       sort(found);
     }
-    for (unsigned i = threadIdx.x; i < k_; i += Shared::kThreads) emit_key(i, s_.keys[i]);
+    for (unsigned i = threadIdx.x; i < k_; i += Shared::kThreads) emit_key(i, s_.room[i]);
   }
 
  private:
   static constexpr int kBinsOfThread = kBins / Shared::kThreads;
-  static constexpr int kAtOnce = 16 / sizeof(uint16_t);  // maxima of a load
+
+  // Bins of keys within least..most, in their order.
+  class KeyBins {
+   public:
+    __device__ KeyBins(unsigned long long least, unsigned long long most)
+        : least_(least), shift_(max(0, 64 - __clzll(static_cast<long long>((most - least) | 1)) - 11)) {}
+    __device__ unsigned operator()(unsigned long long key) const {
+      return static_cast<unsigned>((key - least_) >> shift_);
+    }
+
+   private:
+    unsigned long long least_;
+    int shift_;
+  };
+  static_assert(kBins == 1 << 11);
 
   // The least key of a logit whose order has this upper half.
   __device__ unsigned long long lowest(unsigned half) const { return ranking_.key(half << 16, ranking_.last_id()); }
 
   // The thread's bins, its highest first; thread 0 has the highest of all.
-  __device__ int highest_bin() const { return kBins - 1 - static_cast<int>(threadIdx.x) * kBinsOfThread; }
+  __device__ static int highest_bin() { return kBins - 1 - static_cast<int>(threadIdx.x) * kBinsOfThread; }
 
-  __device__ void clear_bins() {
-    for (int i = threadIdx.x; i < kBins; i += Shared::kThreads) s_.bins[i] = 0;
-    __syncthreads();
+  // Reads the thread's bins, and leaves zeros.
+  __device__ void take_bins(unsigned (&bins)[kBinsOfThread]) {
+    KDTREE_UNROLL
+    for (int i = 0; i < kBinsOfThread; ++i) {
+      bins[i] = s_.bins[highest_bin() - i];
+      s_.bins[highest_bin() - i] = 0;
+    }
   }
 
   // Consecutive slots for `count` elements of each lane, by whole warps. The first may lie past the room.
@@ -111,33 +201,28 @@ class Selector {
     return __shfl_sync(kAllLanes, first, kWarp - 1) + inclusive - count;
   }
 
-  // The maxima from `first` on as eight halves; those that are none come as 0, below all.
-  __device__ static void load_maxima(const uint16_t* maxima, int64_t first, int64_t groups, unsigned (&half)[kAtOnce]) {
-    const uint4 loaded = first < groups ? *reinterpret_cast<const uint4*>(maxima + first) : uint4{0, 0, 0, 0};
-    const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    KDTREE_UNROLL
-    for (int i = 0; i < kAtOnce; ++i)
-      half[i] = first + i < groups ? (i % 2 == 0 ? words[i / 2] & 0xffffu : words[i / 2] >> 16) : 0;
-  }
-
   // Counts the maxima from `low` on in bins of 2^shift; true if there are k, and s_.cut_bin holds the k-th greatest.
-  __device__ bool find_cut(const uint16_t* maxima, int64_t groups, unsigned low, int shift) {
-    clear_bins();
-    for (int64_t first = threadIdx.x * kAtOnce; first < groups; first += Shared::kThreads * kAtOnce) {
-      unsigned half[kAtOnce];
-      load_maxima(maxima, first, groups, half);
+  template <typename Groups>
+  __device__ bool find_cut(const Groups& maxima, unsigned low, int shift) {
+    const unsigned least = max(low, 1u);
+    const auto count = [&](int64_t, const auto& half, int) {
       KDTREE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i)
-        if (half[i] >= max(low, 1u)) atomicAdd(&s_.bins[min((half[i] - low) >> shift, kBins - 1u)], 1u);
-    }
+      for (int i = 0; i < Groups::kAtOnce; ++i)
+        if (half[i] >= least) atomicAdd(&s_.bins[min((half[i] - low) >> shift, kBins - 1u)], 1u);
+    };
+    maxima.for_held(count);
+    maxima.for_others(count);
     __syncthreads();
-    unsigned sum = 0;
-    for (int i = 0; i < kBinsOfThread; ++i) sum += s_.bins[highest_bin() - i];
+    unsigned bins[kBinsOfThread], sum = 0;
+    take_bins(bins);
+    KDTREE_UNROLL
+    for (int i = 0; i < kBinsOfThread; ++i) sum += bins[i];
     const Scanned scanned = scan_(sum);
-    if (scanned.before < k_ && scanned.before + sum >= k_) {
-      int bin = highest_bin();
-      for (unsigned above = scanned.before; above + s_.bins[bin] < k_; --bin) above += s_.bins[bin];
-      s_.cut_bin = static_cast<unsigned>(bin);
+    unsigned above = scanned.before;
+    KDTREE_UNROLL
+    for (int i = 0; i < kBinsOfThread; ++i) {
+      if (above < k_ && above + bins[i] >= k_) s_.cut_bin = static_cast<unsigned>(highest_bin() - i);
+      above += bins[i];
     }
     __syncthreads();
     return scanned.total >= k_;
@@ -145,11 +230,12 @@ class Selector {
 
   // The k-th greatest maximum: sought within 16 binades of the greatest, else among all halves in bins of 32, then in
   // that bin.
-  __device__ unsigned find_bound(const uint16_t* maxima, int64_t groups, unsigned top) {
+  template <typename Groups>
+  __device__ unsigned find_bound(const Groups& maxima, unsigned top) {
     unsigned low = top > kBins - 1u ? top - (kBins - 1) : 0;
     int shift = 0;
     KDTREE_UNROLL_BY(1)
-    while (!find_cut(maxima, groups, low, shift) || shift != 0) {
+    while (!find_cut(maxima, low, shift) || shift != 0) {
       low = shift != 0 ? low + (s_.cut_bin << shift) : 0;
       shift = shift != 0 ? 0 : 5;
     }
@@ -157,19 +243,27 @@ class Selector {
   }
 
   // The groups whose maximum reaches the bound, in s_.hits; s_.hit_count of them, also if there is no room for all.
-  __device__ void find_hits(const uint16_t* maxima, int64_t groups, unsigned bound) {
-    if (threadIdx.x == 0) s_.hit_count = s_.count = 0;
-    __syncthreads();
-    for (int64_t base = 0; base < groups; base += Shared::kThreads * kAtOnce) {
-      const int64_t first = base + threadIdx.x * kAtOnce;
-      unsigned half[kAtOnce], reached = 0;
-      load_maxima(maxima, first, groups, half);
+  template <typename Groups>
+  __device__ void find_hits(const Groups& maxima, unsigned bound) {
+    const auto reaching = [&](const auto& half) {
+      unsigned reached = 0;
       KDTREE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) reached |= half[i] >= bound ? 1u << i : 0u;
+      for (int i = 0; i < Groups::kAtOnce; ++i) reached |= half[i] >= bound ? 1u << i : 0u;
+      return reached;
+    };
+    const auto keep_hits = [&](unsigned reached, auto number_of) {
       unsigned slot = claim(&s_.hit_count, static_cast<unsigned>(__popc(reached)));
       for (; reached != 0 && slot < Shared::kHits; reached &= reached - 1, ++slot)
-        s_.hits[slot] = static_cast<unsigned>(first) + static_cast<unsigned>(__ffs(static_cast<int>(reached)) - 1);
-    }
+        s_.hits[slot] = number_of(static_cast<unsigned>(__ffs(static_cast<int>(reached)) - 1));
+    };
+    unsigned reached = 0;
+    maxima.for_held([&](int64_t, const auto& half, int i) { reached |= reaching(half) << (i * Groups::kAtOnce); });
+    keep_hits(reached, [](unsigned bit) {
+      return (bit / Groups::kAtOnce * Shared::kThreads + threadIdx.x) * Groups::kAtOnce + bit % Groups::kAtOnce;
+    });
+    maxima.for_others([&](int64_t first, const auto& half, int) {
+      keep_hits(reaching(half), [&](unsigned bit) { return static_cast<unsigned>(first) + bit; });
+    });
   }
 
   // Bit i: logit i of the octet is there and at least `least`.
@@ -183,69 +277,72 @@ class Selector {
 
   __device__ float value_from(unsigned order) const { return value_of(max(order, kOrderOfMinusInfinity)); }
 
-  __device__ void keep(const float (&x)[kOctet], unsigned first, unsigned reached, unsigned& slot) {
+  // Calls f(slot, key) for each logit of the octet that is reached.
+  template <typename F>
+  __device__ void for_reached(const float (&x)[kOctet], unsigned first, unsigned reached, unsigned& slot, F f) const {
     KDTREE_UNROLL
     for (int i = 0; i < kOctet; ++i)
-      if (reached >> i & 1) {
-        if (slot < Shared::kRoom) s_.keys[slot] = ranking_.key(order_of(x[i]), first + i);
-        ++slot;
-      }
+      if (reached >> i & 1) f(slot++, ranking_.key(order_of(x[i]), first + i));
   }
 
   // The keys of the logits from `least` on of the groups in s_.hits, in s_.keys; s_.count of them, also if there is no
-  // room for all.
-  __device__ void gather(int group_bits, unsigned hits, float least) {
+  // room for all. They are counted in their bins.
+  __device__ void gather(int group_bits, unsigned hits, float least, const KeyBins& bins) {
+    const auto keep = [&](unsigned slot, unsigned long long key) {
+      if (slot >= Shared::kKept) return;
+      s_.keys[slot] = key;
+      atomicAdd(&s_.bins[bins(key)], 1u);
+    };
     if (group_bits == 0) {
       for (unsigned i = threadIdx.x; i < hits; i += Shared::kThreads)
-        s_.keys[i] = ranking_.key(order_of(widen(row_[s_.hits[i]])), s_.hits[i]);
+        keep(i, ranking_.key(order_of(widen(row_[s_.hits[i]])), s_.hits[i]));
       if (threadIdx.x == 0) s_.count = hits;
       return;
     }
     const int octet_bits = group_bits - 3;
     const unsigned all = hits << octet_bits;
-    for (unsigned base = 0; base < all; base += Shared::kThreads * kGathered) {
-      float x[kGathered][kOctet];
-      unsigned first[kGathered], reached[kGathered], count = 0;
+    KDTREE_UNROLL_BY(1)
+    for (unsigned base = 0; base < all; base += Shared::kThreads * Shared::kGathered) {
+      float x[Shared::kGathered][kOctet];
+      unsigned first[Shared::kGathered], reached[Shared::kGathered], count = 0;
       KDTREE_UNROLL
-      for (int g = 0; g < kGathered; ++g) {
+      for (int g = 0; g < Shared::kGathered; ++g) {
         const unsigned i = base + g * Shared::kThreads + threadIdx.x;
         first[g] = i < all ? octet_of_group(s_.hits[i >> octet_bits], i & ((1u << octet_bits) - 1), group_bits) : size_;
         load_octet(row_, first[g], size_, x[g]);
       }
       KDTREE_UNROLL
-      for (int g = 0; g < kGathered; ++g) {
+      for (int g = 0; g < Shared::kGathered; ++g) {
         reached[g] = reaching(x[g], first[g], least);
         count += static_cast<unsigned>(__popc(reached[g]));
       }
       unsigned slot = claim(&s_.count, count);
       KDTREE_UNROLL
-      for (int g = 0; g < kGathered; ++g) keep(x[g], first[g], reached[g], slot);
+      for (int g = 0; g < Shared::kGathered; ++g) for_reached(x[g], first[g], reached[g], slot, keep);
     }
   }
 
-  // Emits the k greatest of s_.keys [n], all within least..most: their bins are in order, so that each only has to be
+  // Emits the k greatest of s_.keys [n], counted in their bins: the bins are in order, so that each key only has to be
   // compared inside its own. False, and nothing emitted, if a bin is too full for that.
   template <typename Emit>
-  __device__ bool spread(unsigned n, unsigned long long least, unsigned long long most, Emit emit) {
-    const int shift = max(0, 64 - __clzll(static_cast<long long>((most - least) | 1)) - 11);
-    const auto bin_of = [&](unsigned long long key) { return static_cast<unsigned>((key - least) >> shift); };
-    clear_bins();
-    for (unsigned i = threadIdx.x; i < n; i += Shared::kThreads) atomicAdd(&s_.bins[bin_of(s_.keys[i])], 1u);
-    __syncthreads();
-    unsigned sum = 0;
-    for (int i = 0; i < kBinsOfThread; ++i) sum += s_.bins[highest_bin() - i];
+  __device__ bool spread(unsigned n, const KeyBins& bin_of, Emit emit) {
+    unsigned bins[kBinsOfThread], sum = 0;
+    take_bins(bins);
+    KDTREE_UNROLL
+    for (int i = 0; i < kBinsOfThread; ++i) sum += bins[i];
     unsigned above = scan_(sum).before;
     int crowded = 0;
+    KDTREE_UNROLL
     for (int i = 0; i < kBinsOfThread; ++i) {
-      const unsigned count = s_.bins[highest_bin() - i];
-      if (above < k_ && count > kMostInBin) crowded = 1;
+      if (above < k_ && bins[i] > kMostInBin) crowded = 1;
       s_.bins[highest_bin() - i] = above;
-      above += count;
+      above += bins[i];
     }
     if (__syncthreads_or(crowded)) return false;
     for (unsigned i = threadIdx.x; i < n; i += Shared::kThreads) {
-      const unsigned place = atomicAdd(&s_.bins[bin_of(s_.keys[i])], 1u);
-      if (place < Shared::kMostK + kMostInBin) s_.ordered[place] = s_.keys[i];
+      const unsigned long long key = s_.keys[i];
+      const unsigned place = atomicAdd(&s_.bins[bin_of(key)], 1u);
+      if (place < Shared::kMostK + kMostInBin) s_.ordered[place] = key;
     }
     __syncthreads();  // a bin's number is now its end, which is the beginning of the bin below
     const unsigned placed = min(n, k_ + kMostInBin);
@@ -254,18 +351,18 @@ class Selector {
       const unsigned bin = bin_of(key), begin = bin + 1 < kBins ? s_.bins[bin + 1] : 0, end = s_.bins[bin];
       if (begin >= k_) continue;
       unsigned rank = begin;
-      KDTREE_UNROLL_BY(2)
+      KDTREE_UNROLL_BY(4)
       for (unsigned j = begin; j < end; ++j) rank += s_.ordered[j] > key ? 1 : 0;
       if (rank < k_) emit(rank, key);
     }
     return true;
   }
 
-  // s_.keys [n] in descending order: a bitonic sort.
+  // s_.room [n] in descending order: a bitonic sort.
   __device__ void sort(unsigned n) {
     unsigned size = 2;
     while (size < n) size *= 2;
-    for (unsigned i = n + threadIdx.x; i < size; i += Shared::kThreads) s_.keys[i] = 0;  // below all
+    for (unsigned i = n + threadIdx.x; i < size; i += Shared::kThreads) s_.room[i] = 0;  // below all
     __syncthreads();
     KDTREE_UNROLL_BY(1)
     for (unsigned run = 2; run <= size; run *= 2)
@@ -273,17 +370,17 @@ class Selector {
         KDTREE_UNROLL_BY(1)
         for (unsigned i = threadIdx.x; i < size / 2; i += Shared::kThreads) {
           const unsigned low = 2 * i - (i & (step - 1));
-          const unsigned long long a = s_.keys[low], b = s_.keys[low + step];
+          const unsigned long long a = s_.room[low], b = s_.room[low + step];
           if ((a < b) == ((low & run) == 0)) {
-            s_.keys[low] = b;
-            s_.keys[low + step] = a;
+            s_.room[low] = b;
+            s_.room[low + step] = a;
           }
         }
         __syncthreads();
       }
   }
 
-  // The k greatest keys of the row in s_.keys [k], sorted. Whenever the room is full, the k best stay and the least of
+  // The k greatest keys of the row in s_.room [k], sorted. Whenever the room is full, the k best stay and the least of
   // them is what the next ones must beat.
   __device__ void stream(unsigned long long least) {
     __syncthreads();
@@ -303,14 +400,16 @@ class Selector {
       for (int i = 0; i < kOctet; ++i)
         if ((reached >> i & 1) && ranking_.key(order_of(x[i]), first + i) < least) reached &= ~(1u << i);
       unsigned slot = claim(&s_.count, static_cast<unsigned>(__popc(reached)));
-      keep(x, first, reached, slot);
+      for_reached(x, first, reached, slot, [&](unsigned at, unsigned long long key) {
+        if (at < Shared::kRoom) s_.room[at] = key;
+      });
       __syncthreads();
       const unsigned kept = s_.count;
       __syncthreads();
       if (kept + kPass <= Shared::kRoom && base + kPass < size_) continue;
       sort(kept);
       if (kept < k_) continue;
-      least = s_.keys[k_ - 1] + 1;
+      least = s_.room[k_ - 1] + 1;
       if (threadIdx.x == 0) s_.count = k_;
       __syncthreads();
     }

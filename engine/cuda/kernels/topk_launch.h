@@ -1,0 +1,47 @@
+// Two kernels in a row, the second of which is on its multiprocessors when the first ends (programmatic dependent
+// launch, sm_90 and newer). Elsewhere, and on the CPU, the second starts when the first has ended.
+#pragma once
+
+#include "common/error.h"
+
+namespace kdtree {
+
+// By every thread of the first kernel: blocks of the second may take what room the first leaves.
+__device__ inline void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// By every thread of the second kernel, before it touches device memory: waits for all that the first wrote.
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches the second kernel. What lies before it in the stream must be the first.
+template <typename... P>
+kdtree_status launch_behind(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
+                            cudaStream_t stream, P... arguments) {
+#ifdef KDTREE_HOST
+  KDTREE_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...);
+#else
+  cudaFuncAttributes attributes;
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaFuncGetAttributes(&attributes, kernel), name));
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;  // code for older ones does not wait
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name));
+#endif
+  return check_launch(name);
+}
+
+}  // namespace kdtree
