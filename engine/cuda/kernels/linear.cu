@@ -1,7 +1,7 @@
 // y = x w^T: sums in the order of linear_order.h, which no tile shape changes.
 //
-// Few rows (and rows of any alignment): a warp for kOuts outputs of up to 8 rows. Weights go from memory to registers,
-// eight 16-byte loads of a lane on their way at a time; x comes from L1. Memory is the limit.
+// One or two rows (and rows of any alignment): a warp for kOuts outputs of up to 4 rows. Weights go from memory to
+// registers, eight 16-byte loads of a lane on their way at a time; x comes from L1. Memory is the limit.
 //
 // More rows: a block of 4 or 8 warps for 17 or 34 rows times 32 outputs. x and w pass through shared memory in steps of
 // 128 k, copied asynchronously while the step before is computed. A warp holds 17 x 8 sums in each lane and reads 25
@@ -9,11 +9,12 @@
 // tree of 2^n nodes and its root are 2^n + 1: 33 rows are 2 tiles of 17, 257 are 16. A row that a tile lacks costs
 // nothing.
 //
-// Estimates for one H200 (4.3 TB/s, 132 x 128 multiply-adds at 1.98 GHz = 67 TFLOP/s), none measured yet:
-//   1 row: time to read the weights at 75-85 % of the copy bandwidth from 4096 outputs on; 7168 -> 576: 8 us.
-//   17 rows: weights at 50-65 % of it; 32 rows and more: 45-60 % of 67 TFLOP/s, so [7168 -> 7168] x 65 rows: 170-220
-//   us. The 32 partial sums that one row needs to fill the device are what keeps many rows from tiles of 128 x 128,
-//   which reach 85 %.
+// Measured on one H200 (bench/bench_layers.cu), us for 1, 4, 8, 17, 33, 65, 257 rows, cuBLAS float32 behind the stroke:
+//   7168 -> 7168   48 | 54   66 | 106   79 | 108   103 | 127   189 | 153   373 | 278   1304 | 694
+//   7168 -> 2112   18 | 17   41 |  43   48 |  74    64 |  44    71 |  61    97 |  90    380 | 228
+//   1536 -> 12288  20 | 23   32 |  33   37 |  46    49 |  50    68 |  68   132 | 139    509 | 262
+// One row reads the weights at the full speed of the memory. The 32 partial sums that it needs for that are what keeps
+// many rows from larger tiles: their products then run at 20 TFLOP/s, half as fast as cuBLAS's.
 
 #include "common/error.h"
 #include "common/ptx.h"
@@ -156,14 +157,18 @@ Tiling tiling_of(int rows) {
   return {groups > 1 ? 2 : 1, static_cast<int>(ceil_div(rows, groups))};
 }
 
-kdtree_status linear_row_invariant(const LinearArgs& a, cudaStream_t stream) {
+template <int kRows>
+kdtree_status stream_of_rows(const LinearArgs& a, cudaStream_t stream) {
   // Long sums for few outputs: a warp for each, or too few of them would ask for memory.
-  if (a.rows == 1 && a.in >= 2048 && a.out < 4096) return launch_stream<1, 1>(a, stream);
-  if (a.rows == 1) return launch_stream<1, 4>(a, stream);
-  if (a.rows == 2) return launch_stream<2, 4>(a, stream);
-  if (a.rows <= 4) return launch_stream<4, 4>(a, stream);
-  if (a.rows <= 8 || !fours({a.x, a.w}, {a.x_stride, a.x_batch, a.w_batch, a.in}))
-    return launch_stream<8, 4>(a, stream);
+  if (a.in >= 2048 && a.out < 4096) return launch_stream<kRows, 1>(a, stream);
+  return launch_stream<kRows, 4>(a, stream);
+}
+
+kdtree_status linear_row_invariant(const LinearArgs& a, cudaStream_t stream) {
+  if (a.rows == 1) return stream_of_rows<1>(a, stream);
+  const bool large = a.in >= 4096 && a.out >= 4096;  // two rows of these are better off with tiles
+  if (a.rows == 2 && !large) return stream_of_rows<2>(a, stream);
+  if (!fours({a.x, a.w}, {a.x_stride, a.x_batch, a.w_batch, a.in})) return stream_of_rows<4>(a, stream);
   const Tiling tiling = tiling_of(a.rows);
   const int64_t blocks = ceil_div(a.rows, tiling.rows()) * ceil_div(a.out, kTileWarps * 8) * a.batch;
   return blocks >= kEnoughBlocks ? launch_tile<8, 2>(a, tiling, stream) : launch_tile<4, 3>(a, tiling, stream);
