@@ -35,10 +35,9 @@ class BlockScan {
     const unsigned inclusive = warp_inclusive_sum(value);
     if (lane_id() == kWarp - 1) totals[warp_id()] = inclusive;
     __syncthreads();
-    const unsigned mine = lane_id() < warp_count() ? totals[lane_id()] : 0u;
-    const unsigned warps = warp_inclusive_sum(mine);
-    const unsigned below = __shfl_sync(kAllLanes, warps - mine, warp_id());
-    return Scanned{below + inclusive - value, __shfl_sync(kAllLanes, warps, kWarp - 1)};
+    const unsigned of_warp = lane_id() < warp_count() ? totals[lane_id()] : 0u;
+    const unsigned below = __reduce_add_sync(kAllLanes, lane_id() < warp_id() ? of_warp : 0u);
+    return Scanned{below + inclusive - value, __reduce_add_sync(kAllLanes, of_warp)};
   }
 
  private:

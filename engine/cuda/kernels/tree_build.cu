@@ -2,6 +2,9 @@
 //
 // tree_lists.h checks the lists and decides the route, tree_parallel.h and tree_serial.h find the nodes and their
 // order, this file writes them out: tokens, links, paths, visibility words, positions.
+//
+// What a tree takes is latency: the lists come in one trip to global memory, all after it is done in shared memory, and
+// the outputs leave side by side. The kernel exists for 128, 256, 512 and 1024 threads, by budget (tree_scratch.h).
 
 #include <algorithm>
 
@@ -18,7 +21,12 @@ struct Found {
   int count;
   int expanded;  // nodes in the scratch
   int route;
-  double unit;  // score of a cost of 1, negative
+};
+
+// Where scores come from.
+struct Scores {
+  const double* serial;  // [nodes] of the serial route
+  double unit;           // of the parallel one: the score of a cost of 1
 };
 
 struct Output {
@@ -34,31 +42,35 @@ struct Output {
 
 // Score of a node that costs nothing. In the contract's order of operations it is -0 only as a sum of nothing but -0:
 // a step to the next sibling subtracts what was added, and 0 - 0 is +0.
-__device__ double zero_score(const Lists& lists, const TreeScratch& s, int node) {
+template <typename Scratch>
+__device__ double zero_score(const Lists& lists, Scratch& s, int node) {
   for (int d = s.depths[node]; d >= 0; --d, node = s.parents[node])
     if (s.ranks[node] > 0 || __float_as_uint(lists.at(d, 0)) == 0) return 0.0;
   return -0.0;
 }
 
-__device__ double score_of(const Lists& lists, const TreeScratch& s, const Found& found, const double* serial,
-                           int node) {
-  if (found.route == KDTREE_ROUTE_SERIAL) return serial[node];
-  return s.costs[node] == 0 ? zero_score(lists, s, node) : static_cast<double>(s.costs[node]) * found.unit;
+template <typename Scratch>
+__device__ double score_of(const Lists& lists, Scratch& s, const Found& found, const Scores& scores, int node) {
+  if (found.route == KDTREE_ROUTE_SERIAL) return scores.serial[node];
+  return s.costs[node] == 0 ? zero_score(lists, s, node) : static_cast<double>(s.costs[node]) * scores.unit;
 }
 
 // Node number of an expanded index; 0: the root, -1: not in the tree.
-__device__ int node_of(const TreeScratch& s, const Found& found, int index) {
+template <typename Scratch>
+__device__ int node_of(Scratch& s, const Found& found, int index) {
   if (index == kNone) return 0;
   return s.places[index] < found.count ? s.places[index] + 1 : -1;
 }
 
-__device__ int first_child(const TreeScratch& s, const Found& found, int index) {
+template <typename Scratch>
+__device__ int first_child(Scratch& s, const Found& found, int index) {
   const int child = index == kNone ? 0 : s.starts[index];
   if (child >= found.expanded || s.parents[child] != index) return -1;
   return node_of(s, found, child);
 }
 
-__device__ int next_sibling(const TreeScratch& s, const Found& found, int index) {
+template <typename Scratch>
+__device__ int next_sibling(Scratch& s, const Found& found, int index) {
   if (found.route == KDTREE_ROUTE_SERIAL) {
     const uint32_t next = s.costs[index];
     return next == kNone ? -1 : node_of(s, found, static_cast<int>(next));
@@ -67,128 +79,169 @@ __device__ int next_sibling(const TreeScratch& s, const Found& found, int index)
   return next < found.expanded && s.parents[next] == s.parents[index] ? node_of(s, found, next) : -1;
 }
 
-__device__ void write_nodes(const Output& out, const Lists& lists, const TreeScratch& s, const Found& found,
-                            const double* serial) {
+// Node i of the request, or the filler.
+template <typename Scratch>
+__device__ void write_node(const Output& out, const Lists& lists, Scratch& s, const Found& found, const Scores& scores,
+                           int i) {
   const kdtree_tree_build_args& a = out.a;
-  const int prefix = a.prefix_lengths != nullptr ? a.prefix_lengths[out.request] : 0;
-  int32_t* const positions = out.block(a.positions);
-  int32_t* const children = out.block(a.first_child);
-  int32_t* const siblings = out.block(a.next_sibling);
-  for (int i = threadIdx.x; i <= a.budget; i += blockDim.x) {
-    int token = 0, parent = -1, depth = 0, rank = 0, position = 0, child = -1, sibling = -1;
-    double score = 0;
-    if (i == 0) {
-      token = a.root_tokens != nullptr ? a.root_tokens[out.request] : 0;
-      position = prefix;
-      if (found.count > 0) child = first_child(s, found, kNone);
-    } else if (i <= found.count) {
-      const int node = s.order[i - 1], d = s.depths[node];
-      rank = s.ranks[node];
-      token = lists.id(d, rank);
-      parent = node_of(s, found, s.parents[node]);
-      depth = d + 1;
-      position = prefix + depth;
-      score = score_of(lists, s, found, serial, node);
-      if (children != nullptr) child = first_child(s, found, node);
-      if (siblings != nullptr) sibling = next_sibling(s, found, node);
+  const int32_t prefix = a.prefix_lengths != nullptr ? a.prefix_lengths[out.request] : 0;
+  int token = 0, parent = -1, depth = 0, rank = 0, position = 0, child = -1, sibling = -1;
+  double score = 0;
+  if (i == 0) {
+    token = a.root_tokens != nullptr ? a.root_tokens[out.request] : 0;
+    position = prefix;
+    if (found.count > 0) child = first_child(s, found, kNone);
+  } else if (i <= found.count) {
+    const int node = s.order[i - 1], d = s.depths[node];
+    rank = s.ranks[node];
+    token = lists.id(d, rank);
+    parent = node_of(s, found, s.parents[node]);
+    depth = d + 1;
+    position = prefix + depth;
+    score = score_of(lists, s, found, scores, node);
+    if (a.first_child != nullptr) {
+      child = first_child(s, found, node);
+      sibling = next_sibling(s, found, node);
     }
-    out.block(a.tokens)[i] = token;
-    out.block(a.parents)[i] = parent;
-    out.block(a.depths)[i] = depth;
-    out.block(a.ranks)[i] = rank;
-    out.block(a.scores)[i] = score;
-    if (positions != nullptr) positions[i] = position;
-    if (children != nullptr) children[i] = child;
-    if (siblings != nullptr) siblings[i] = sibling;
+  }
+  out.block(a.tokens)[i] = token;
+  out.block(a.parents)[i] = parent;
+  out.block(a.depths)[i] = depth;
+  out.block(a.ranks)[i] = rank;
+  out.block(a.scores)[i] = score;
+  if (a.positions != nullptr) out.block(a.positions)[i] = position;
+  if (a.first_child != nullptr) {
+    out.block(a.first_child)[i] = child;
+    out.block(a.next_sibling)[i] = sibling;
   }
 }
 
-__device__ void write_paths(const Output& out, const TreeScratch& s, const Found& found) {
-  const int columns = out.a.depth_limit + 1;
-  int32_t* const paths = out.block(out.a.paths, columns);
-  if (paths == nullptr) return;
-  for (int i = threadIdx.x; i <= out.a.budget; i += blockDim.x) {
-    int32_t* const row = paths + static_cast<size_t>(i) * columns;
-    int length = i == 0 ? 1 : 0;
-    if (i > 0 && i <= found.count) {
-      const int node = s.order[i - 1];
-      length = s.depths[node] + 2;
-      for (int d = length - 1, up = node; d > 0; --d, up = s.parents[up]) row[d] = s.places[up] + 1;
-    }
-    if (length > 0) row[0] = 0;
-    for (int d = length; d < columns; ++d) row[d] = -1;
+// What one row of the output takes in shared memory on its way: visibility words and steps of the path.
+struct RowSizes {
+  int words, columns;
+
+  __host__ __device__ RowSizes(int budget, int depth_limit) : words(budget / 32 + 1), columns(depth_limit + 1) {}
+  __host__ __device__ size_t bytes() const { return words * sizeof(uint32_t) + columns * sizeof(uint16_t); }
+};
+
+// Visibility words and path (kNone behind its end) of node i, in one walk to the root. Numbers fall on the way, so a
+// word is complete when the walk leaves it.
+template <typename Scratch>
+__device__ void walk_up(Scratch& s, const Found& found, const RowSizes& sizes, int i, uint32_t* words, uint16_t* path) {
+  const bool there = i <= found.count;
+  const int node = there && i > 0 ? s.order[i - 1] : kNone;
+  int d = node == kNone ? 0 : s.depths[node] + 1, word = there ? i / 32 : 0;
+  uint32_t bits = there ? 1u << i % 32 : 0;
+  KDTREE_UNROLL_BY(1)
+  for (int w = sizes.words - 1; w > word; --w) words[w] = 0;
+  KDTREE_UNROLL_BY(1)
+  for (int step = sizes.columns - 1; step > d; --step) path[step] = kNone;
+  path[d] = there ? static_cast<uint16_t>(i) : kNone;
+  KDTREE_UNROLL_BY(1)
+  for (int up = node; d > 0; --d) {
+    up = s.parents[up];
+    const int number = up == kNone ? 0 : s.places[up] + 1;
+    path[d - 1] = static_cast<uint16_t>(number);
+    KDTREE_UNROLL_BY(1)
+    for (; word > number / 32; --word, bits = 0) words[word] = bits;
+    bits |= 1u << number % 32;
   }
+  words[0] = bits;
 }
 
-__device__ void write_visibility(const Output& out, const TreeScratch& s, const Found& found) {
-  const int words = static_cast<int>(ceil_div(static_cast<int64_t>(out.rows), 32));
-  uint32_t* const visibility = out.block(out.a.visibility, words);
-  if (visibility == nullptr) return;
-  for (int i = threadIdx.x; i < static_cast<int>(out.rows) * words; i += blockDim.x) {
-    const int row = i / words, word = i % words;
-    uint32_t bits = 0;
-    if (row <= found.count && word <= row / 32) {
-      if (word == 0) bits = 1;  // the root
-      if (row > 0)
-        for (int up = s.order[row - 1]; up != kNone; up = s.parents[up]) {
-          const int node = s.places[up] + 1;
-          if (node / 32 == word) bits |= 1u << node % 32;
-          if (node / 32 < word) break;  // ancestors have smaller numbers
-        }
+// All arrays with a row for every node. Thread by thread, a walk would write far apart: visibility and paths are laid
+// out in `space` and leave it side by side, as many rows at a time as fit.
+template <typename Scratch>
+__device__ void write_tree(const Output& out, const Lists& lists, Scratch& s, const Found& found, const Scores& scores,
+                           unsigned char* space, size_t bytes) {
+  const kdtree_tree_build_args& a = out.a;
+  const int rows = static_cast<int>(out.rows), threads = static_cast<int>(blockDim.x);
+  const RowSizes sizes(a.budget, a.depth_limit);
+  uint32_t* const visibility = out.block(a.visibility, sizes.words);
+  int32_t* const paths = out.block(a.paths, sizes.columns);
+  const int at_once = min(rows, static_cast<int>(bytes) / static_cast<int>(sizes.bytes()));
+  uint32_t* const words = reinterpret_cast<uint32_t*>(space);
+  uint16_t* const steps = reinterpret_cast<uint16_t*>(words + at_once * sizes.words);
+  for (int first = 0; first < rows; first += at_once) {
+    const int some = min(at_once, rows - first);
+    const int walks = (some + kWarp - 1) / kWarp * kWarp;  // from here on: what one warp does is of one kind
+    if (first > 0) __syncthreads();
+    for (int i = threadIdx.x; i < walks + some; i += threads) {
+      const int row = i < walks ? i : i - walks;
+      if (i >= walks)
+        walk_up(s, found, sizes, first + row, words + row * sizes.words, steps + row * sizes.columns);
+      else if (row < some)
+        write_node(out, lists, s, found, scores, first + row);
     }
-    visibility[i] = bits;
+    __syncthreads();
+    if (visibility != nullptr)
+      for (int i = threadIdx.x; i < some * sizes.words; i += threads) visibility[first * sizes.words + i] = words[i];
+    if (paths != nullptr)
+      for (int i = threadIdx.x; i < some * sizes.columns; i += threads)
+        paths[first * sizes.columns + i] = steps[i] == kNone ? -1 : steps[i];
   }
 }
 
 // What a block shares beside its dynamic memory.
 // Aligned as the dynamic memory behind it is: what the compiler adds up is then sizeof.
 struct alignas(128) BlockShared {
+  float level[kBins];  // of the estimate, as is the answer
+  int status[3];       // as an Outcome, which has a constructor
   ListFacts facts;
   unsigned totals[2][kWarp];  // of BlockScan
   Frontier frontier;
-  float level[2][kBins], all[kBins];  // of the estimate, as is the answer
   uint32_t answer;
   int serial_count;
+
+  __device__ void keep(const Outcome& outcome) {
+    status[0] = outcome.code;
+    status[1] = outcome.place;
+    status[2] = outcome.detail;
+  }
+};
+
+// How the host divides the dynamic shared memory of a call, all of whose blocks have the same. The costs of list
+// entries are at its end, sets of ids and then the scratch at its beginning.
+struct Division {
+  size_t bytes;
+  uint32_t inverse;  // of the width
+  int near_bits, set_bits, set_rows;
 };
 
 // Finds the nodes by threshold; count -1 where costs need more than 32 bits or no threshold cuts near the budget.
-__device__ Found find_in_parallel(const Lists& lists, int budget, int reach, const TreeScratch& s, BlockShared& b) {
+// kWhole: the costs of all entries that the budget can reach fit into shared memory.
+template <bool kWhole, typename Scratch>
+__device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpace& space, Scratch& s, BlockShared& b) {
   const ListFacts& facts = b.facts;
-  Frontier& frontier = b.frontier;
   BlockScan scan(b.totals);
-  const TreeSizes sizes(budget);
-  const int low_bit = facts.low_bit == kNoBit ? 0 : facts.low_bit;
-  const size_t counts_bytes = static_cast<size_t>(lists.depths) * kBins * sizeof(int);
-  const int near_ranks =
-      min(reach, static_cast<int>((s.rest_bytes - counts_bytes) / (sizeof(uint32_t) * lists.depths)));
-  int* const counts = reinterpret_cast<int*>(s.rest);
-  uint32_t* const near = reinterpret_cast<uint32_t*>(s.rest + counts_bytes);
-  const Costs costs{lists, facts.lengths, power_of_two(-low_bit), near, near_ranks};
-
-  for (int i = threadIdx.x; i < lists.depths * near_ranks; i += blockDim.x) {
-    const int d = i / near_ranks, r = i % near_ranks;
-    near[i] = r < facts.lengths[d] ? costs.far(d, r) : kTooDear;
-  }
-  find_bound(costs, lists.depths, budget, &frontier);  // has a barrier at its end
-  Found found{-1, 0, KDTREE_ROUTE_PARALLEL, -power_of_two(low_bit)};
-  if (frontier.bound >= kTooDear) return found;
-  const float nodes = frontier.all_nodes;
-  const int wanted = nodes < static_cast<float>(budget) ? static_cast<int>(nodes) : budget;
-  uint32_t high = static_cast<uint32_t>(frontier.bound), low = 0, threshold = high;
-  if (nodes > static_cast<float>(sizes.nodes))
-    threshold = estimate(costs, frontier.depths, reach, high, 1.35f * static_cast<float>(budget), counts, b.level,
-                         b.all, &b.answer);
-  for (int tries = 0; tries < kMostTries; ++tries) {
-    const int expanded = expand(costs, frontier.depths, threshold, sizes.nodes, s, scan);
-    if (expanded >= wanted && expanded <= sizes.nodes) {
-      rank(s, expanded, threshold, wanted, sizes.buckets, reinterpret_cast<uint16_t*>(s.rest), scan);
+  const int room = room_of(budget);
+  const int low_bit = facts.unit_bit();
+  const Costs<kWhole> costs{lists, facts.lengths, low_bit, space.near, space.near_bits};
+  costs.prepare();
+  __syncthreads();
+  const int depths = find_bound(costs, budget, &b.frontier);
+  Found found{-1, 0, KDTREE_ROUTE_PARALLEL};
+  const Frontier& frontier = b.frontier;
+  if (frontier.bound == kTooDear) return found;
+  const bool all = frontier.all_nodes < static_cast<float>(budget);
+  const int wanted = all ? static_cast<int>(frontier.all_nodes) : budget;
+  uint32_t high = frontier.bound, low = 0, threshold = high;
+  // Where the bound is worth a try, it is try 0. An estimate, if it may be needed, is try 1.
+  for (int tries = room >= kRoomy * budget ? 0 : 1; tries < kMostTries; ++tries) {
+    if (tries == 1 && frontier.all_nodes > static_cast<float>(room))
+      threshold = estimate(costs, depths, frontier.bound, 1.35f * static_cast<float>(budget),
+                           {reinterpret_cast<float (*)[2 * kBins]>(s.rest()), b.level, &b.answer});
+    const Buckets buckets(threshold, Scratch::kBuckets);
+    const int expanded = expand(costs, depths, threshold, room, s, buckets, scan);
+    if (expanded >= wanted && expanded <= room) {
+      rank(s, expanded, wanted, buckets, reinterpret_cast<uint16_t*>(s.rest()), scan);
       found.count = wanted;
       found.expanded = expanded;
       return found;
     }
     __syncthreads();  // nobody reads this try's scratch any more
     // Fewer than wanted cost at most low - 1; at least as many cost at most high.
-    if (expanded > sizes.nodes) {
+    if (expanded > room) {
       if (threshold == low) break;  // one tie, wider than the room
       high = threshold;
     } else {
@@ -200,39 +253,46 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, int reach, con
 }
 
 // At least one block a multiprocessor: without saying so, sm_100 gets 32 registers and spills.
-__global__ void __launch_bounds__(1024, 1) tree_build_kernel(kdtree_tree_build_args a, size_t shared_bytes) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_build_args a, Division division) {
   KDTREE_DYNAMIC_SHARED(shared);
   __shared__ BlockShared block;
   ListFacts& facts = block.facts;
 
-  const int request = static_cast<int>(blockIdx.x);
+  const int request = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const int depth_limit = a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
   const int budget = a.budgets != nullptr ? a.budgets[request] : a.budget;
   Outcome outcome = outcome_before(a.before, request);
   if (!outcome.failed() && (depth_limit < 0 || depth_limit > a.depth_limit))
     outcome = {KDTREE_REQUEST_OWN_SIZE, depth_limit, a.depth_limit};
   if (!outcome.failed() && (budget < 0 || budget > a.budget)) outcome = {KDTREE_REQUEST_OWN_SIZE, budget, a.budget};
+  bool failed = outcome.failed();
+  if (thread == 0) block.keep(outcome);  // it takes no registers on the way
 
   const size_t lists_at = static_cast<size_t>(request) * a.depth_limit * a.width;
-  const Lists lists{a.lp + lists_at, a.ids + lists_at, outcome.failed() ? 0 : depth_limit, a.width};
-  const TreeScratch scratch(shared, shared_bytes, a.budget);
-  facts.clear(static_cast<int>(threadIdx.x));
-  __syncthreads();
-  if (lists.depths > 0 && a.width > 0) {
-    look_at(lists, min(budget, a.width), a.vocab_size, a.checked != 0, &facts);
-    if (a.checked == 0)  // with all the shared memory: nothing else lies there yet
-      check_repeats(lists, reinterpret_cast<int*>(shared), static_cast<int>(shared_bytes / sizeof(int)), &facts);
-    __syncthreads();
-    if (facts.fault != kNoFault)
-      outcome = {static_cast<int>(facts.fault & 15u), static_cast<int>(facts.fault >> 16) + 1,
-                 static_cast<int>(facts.fault >> 4 & 0xfffu)};
+  const Lists lists{a.lp + lists_at, a.ids + lists_at, failed || a.width == 0 ? 0 : depth_limit, a.width,
+                    division.inverse};
+  unsigned char* const near = shared + division.bytes - (sizeof(uint32_t) * a.depth_limit << division.near_bits);
+  const ListSpace space{reinterpret_cast<uint32_t*>(near), division.near_bits,
+                        a.checked != 0 ? nullptr : reinterpret_cast<int*>(shared), division.set_rows,
+                        division.set_bits};
+  const int reach = min(budget, a.width);
+  if (lists.depths > 0) {
+    read_lists(lists, reach, a.vocab_size, space, &facts, [&] { block.frontier.prepare(thread, budget); });
+    failed = facts.fault != kNoFault;
+    if (failed && thread == 0)
+      block.keep({static_cast<int>(facts.fault & 15u), static_cast<int>(facts.fault >> 16) + 1,
+                  static_cast<int>(facts.fault >> 4 & 0xfffu)});
   }
 
-  Found found{0, 0, KDTREE_ROUTE_NONE, 0};
+  TreeScratch<kThreads>& scratch = *reinterpret_cast<TreeScratch<kThreads>*>(shared);
+  Found found{0, 0, KDTREE_ROUTE_NONE};
   SerialTree serial(scratch, a.budget);
-  if (!outcome.failed() && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
+  if (!failed && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
     found.count = -1;
-    if (!facts.positive) found = find_in_parallel(lists, budget, min(budget, a.width), scratch, block);
+    if (!facts.positive)
+      found = reach <= 1 << space.near_bits ? find_in_parallel<true>(lists, budget, space, scratch, block)
+                                            : find_in_parallel<false>(lists, budget, space, scratch, block);
     if (found.count < 0) {
       __syncthreads();  // nobody is in the parallel route any more
       if (warp_id() == 0) {
@@ -240,18 +300,18 @@ __global__ void __launch_bounds__(1024, 1) tree_build_kernel(kdtree_tree_build_a
         if (lane_id() == 0) block.serial_count = count;
       }
       __syncthreads();
-      found = Found{block.serial_count, block.serial_count, KDTREE_ROUTE_SERIAL, 0};
+      found = Found{block.serial_count, block.serial_count, KDTREE_ROUTE_SERIAL};
     }
   }
 
   const Output out{a, static_cast<size_t>(request)};
-  write_nodes(out, lists, scratch, found, serial.scores);
-  write_paths(out, scratch, found);
-  write_visibility(out, scratch, found);
-  if (threadIdx.x == 0) {
+  const size_t kept = sizeof(scratch) + (found.route == KDTREE_ROUTE_SERIAL ? serial_bytes(a.budget) : 0);
+  const double unit = found.route == KDTREE_ROUTE_PARALLEL ? -power_of_two(facts.unit_bit()) : 0;
+  write_tree(out, lists, scratch, found, {serial.scores, unit}, shared + kept, division.bytes - kept);
+  if (thread == 0) {
     a.node_count[request] = found.count;
     if (a.route != nullptr) a.route[request] = found.route;
-    write_status(a.status, request, outcome);
+    write_status(a.status, request, {block.status[0], block.status[1], block.status[2]});
   }
 }
 
@@ -288,36 +348,72 @@ kdtree_status check(const kdtree_tree_build_args& a) {
   return arguments.status();
 }
 
-// Dynamic shared memory of a block in bytes: what is left for it beside BlockShared.
-kdtree_status find_shared_bytes(const kdtree_tree_build_args& a, size_t* bytes) {
+size_t scratch_bytes(int threads) {
+  return threads == 128   ? sizeof(TreeScratch<128>)
+         : threads == 256 ? sizeof(TreeScratch<256>)
+         : threads == 512 ? sizeof(TreeScratch<512>)
+                          : sizeof(TreeScratch<1024>);
+}
+
+// Divides the dynamic shared memory of a block: what is left for it beside BlockShared.
+kdtree_status divide(const kdtree_tree_build_args& a, Division* division) {
   size_t limit = shared_memory_optin();
   if (limit == 0) return KDTREE_CUDA;
   if (limit > kMostShared) limit = kMostShared;
   if (a.shared_memory_limit > 0 && static_cast<size_t>(a.shared_memory_limit) < limit)
     limit = static_cast<size_t>(a.shared_memory_limit);
 
-  const size_t fixed = TreeScratch::fixed_bytes(a.budget), reach = static_cast<size_t>(std::min(a.width, a.budget));
-  const size_t depths = static_cast<size_t>(a.depth_limit), counts = depths * kBins * sizeof(int);
-  const size_t members = static_cast<size_t>(TreeSizes(a.budget).nodes) * sizeof(uint16_t);
-  const size_t set = sizeof(int) << set_bits(a.width);
-  const size_t least = round_up(fixed + std::max({counts, members, set, SerialTree::bytes(a.budget)}), 16);
+  constexpr int kLeastBits = 3;
+  const size_t fixed = scratch_bytes(threads_of(a.budget)), depths = static_cast<size_t>(a.depth_limit);
+  const size_t counts = depths * 2 * kBins * sizeof(float), set = sizeof(int) << set_bits(a.width);
+  const size_t members = static_cast<size_t>(room_of(a.budget)) * sizeof(uint16_t);
+  const size_t row = RowSizes(a.budget, a.depth_limit).bytes();
+  const auto near = [&](int bits) { return depths * sizeof(uint32_t) << bits; };
+  // With so many sets and rows of output at a time. What else lies there goes by turns.
+  const auto bytes = [&](int near_bits, size_t sets, size_t rows) {
+    const size_t rest = std::max({counts + near(near_bits), members, serial_bytes(a.budget) + row, rows * row});
+    return round_up(std::max(fixed + rest, sets * set + near(near_bits)), 16);
+  };
+  const size_t least = bytes(kLeastBits, 1, 1);
   if (least + sizeof(BlockShared) > limit)
     return fail(KDTREE_UNSUPPORTED,
                 "kdtree_tree_build: depth limit %d, width %d, budget %d need at least %zu bytes of shared memory in a "
                 "block, which may have %zu",
                 a.depth_limit, a.width, a.budget, least + sizeof(BlockShared), limit);
+  const size_t most = (limit - sizeof(BlockShared)) / 16 * 16;
   // Costs of list entries that find no room are computed again from the lists.
-  const size_t whole = std::max(least, fixed + counts + depths * reach * sizeof(uint32_t));
-  *bytes = std::min(whole, limit - sizeof(BlockShared));
+  int near_bits = kLeastBits;
+  while (1 << near_bits < std::min(a.width, a.budget) && bytes(near_bits + 1, 1, 1) <= most) ++near_bits;
+  const size_t all_sets = a.checked != 0 ? 1 : std::max<size_t>(depths, 1), rows = static_cast<size_t>(a.budget) + 1;
+  division->bytes = std::min(bytes(near_bits, all_sets, rows), most);
+  division->inverse = Lists::inverse_of(a.width);
+  division->near_bits = near_bits;
+  division->set_bits = set_bits(a.width);
+  division->set_rows = static_cast<int>((division->bytes - near(near_bits)) / set);
   return KDTREE_OK;
 }
 
-kdtree_status launch(const kdtree_tree_build_args& a, size_t shared_bytes) {
-  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel), "kdtree_tree_build",
-                                              shared_bytes, sizeof(BlockShared)));
-  const dim3 grid(static_cast<unsigned>(a.requests)), block(static_cast<unsigned>(TreeSizes(a.budget).threads));
-  KDTREE_LAUNCH(tree_build_kernel, grid, block, shared_bytes, static_cast<cudaStream_t>(a.stream), a, shared_bytes);
+template <int kThreads>
+kdtree_status launch_threads(const kdtree_tree_build_args& a, const Division& division) {
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel<kThreads>),
+                                              "kdtree_tree_build", division.bytes, sizeof(BlockShared)));
+  const dim3 grid(static_cast<unsigned>(a.requests)), block(kThreads);
+  KDTREE_LAUNCH((tree_build_kernel<kThreads>), grid, block, division.bytes, static_cast<cudaStream_t>(a.stream), a,
+                division);
   return check_launch("tree_build_kernel");
+}
+
+kdtree_status launch(const kdtree_tree_build_args& a, const Division& division) {
+  switch (threads_of(a.budget)) {
+    case 128:
+      return launch_threads<128>(a, division);
+    case 256:
+      return launch_threads<256>(a, division);
+    case 512:
+      return launch_threads<512>(a, division);
+    default:
+      return launch_threads<1024>(a, division);
+  }
 }
 
 }  // namespace
@@ -329,10 +425,10 @@ extern "C" size_t kdtree_tree_build_workspace(int32_t, int32_t, int32_t, int32_t
 
 extern "C" kdtree_status kdtree_tree_build(const kdtree_tree_build_args* args) {
   if (args == nullptr) return fail(KDTREE_POINTER, "kdtree_tree_build: args is NULL");
-  size_t shared_bytes = 0;
+  Division division{};
   KDTREE_RETURN_IF_FAILED(check(*args));
-  KDTREE_RETURN_IF_FAILED(find_shared_bytes(*args, &shared_bytes));
-  return launch(*args, shared_bytes);
+  KDTREE_RETURN_IF_FAILED(divide(*args, &division));
+  return launch(*args, division);
 }
 
 extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk, const kdtree_tree_build_args* tree) {
@@ -351,9 +447,9 @@ extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk
   kdtree_tree_build_args behind = *tree;
   behind.before = topk->status;  // a request whose logits are refused gets no tree
   behind.checked = 1;
-  size_t shared_bytes = 0;
+  Division division{};
   KDTREE_RETURN_IF_FAILED(check(behind));
-  KDTREE_RETURN_IF_FAILED(find_shared_bytes(behind, &shared_bytes));
+  KDTREE_RETURN_IF_FAILED(divide(behind, &division));
   KDTREE_RETURN_IF_FAILED(kdtree_topk_logprob(topk));
-  return launch(behind, shared_bytes);
+  return launch(behind, division);
 }

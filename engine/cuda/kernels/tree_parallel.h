@@ -10,6 +10,9 @@
 //   estimate  histograms of the lists, convolved: how many nodes lie below which cost, and so a tighter threshold
 //   expand    all nodes up to the threshold, depth by depth; their number must lie in [B, room], else another threshold
 //   rank      each node's place by (cost, rank tuple), through buckets of cost
+// One block works on one tree, so its time is that of the longest chain of reads of shared memory, shuffles and
+// barriers. Hence searches take eight ways a step, a warp hands out the children of its 32 parents by itself, and the
+// estimate is made by one warp without a barrier.
 #pragma once
 
 #include "kernels/tree_lists.h"
@@ -19,232 +22,317 @@ namespace kdtree {
 
 constexpr uint32_t kTooDear = 0xffffffffu;  // any cost that needs more than 32 bits
 constexpr int kMostTries = 40;              // a bisection of 32 bits ends before
+constexpr int kRoomy = 6;                   // with so many times the budget, the bound alone mostly does
+constexpr int kMostLevels = 10;             // of the bound: 2^10 nodes are the largest budget
 
-// Integer costs of list entries: those of the first ranks from shared memory, the rest from the list itself.
+struct alignas(16) Four {
+  uint32_t of[4];
+};
+struct alignas(16) FourFloats {
+  float of[4];
+};
+
+__device__ inline uint32_t add_costs(uint32_t a, uint32_t b) {
+  const uint32_t sum = a + b;
+  return sum < a ? kTooDear : sum;
+}
+
+// Cost of a value that is not positive, in units of 2^low_bit, of which it is a multiple.
+__device__ inline uint32_t cost_of(float value, int low_bit) {
+  const Magnitude magnitude(value);
+  const int shift = magnitude.exponent - low_bit;
+  if (shift <= 0 || magnitude.mantissa == 0) return magnitude.mantissa >> min(-shift, 31);
+  const uint64_t cost = static_cast<uint64_t>(magnitude.mantissa) << min(shift, 32);
+  return cost < kTooDear ? static_cast<uint32_t>(cost) : kTooDear;
+}
+
+// Integer costs of list entries, in shared memory in rows of 2^near_bits. Behind its end a row goes on with kTooDear.
+// kWhole: they are all there; else those of the first ranks are, and the rest comes from the list itself.
+template <bool kWhole>
 struct Costs {
   const Lists& lists;
   const int* lengths;
-  double scale;
-  uint32_t* near;
-  int near_ranks;
+  int low_bit;
+  uint32_t* near;  // aligned to 16 bytes
+  int near_bits;   // at least 3
 
-  __device__ uint32_t far(int d, int r) const {
-    const double cost = -static_cast<double>(lists.at(d, r)) * scale;
-    return cost < kTooDear ? static_cast<uint32_t>(cost) : kTooDear;
+  // Turns the bits of entries into costs. Behind the next barrier all else may be called.
+  __device__ void prepare() const {
+    KDTREE_UNROLL_BY(1)
+    for (int i = threadIdx.x; i < lists.depths << near_bits; i += blockDim.x) {
+      const int d = i >> near_bits, r = i - (d << near_bits);
+      near[i] = r < lengths[d] ? cost_of(__uint_as_float(near[i]), low_bit) : kTooDear;
+    }
   }
-  __device__ uint32_t operator()(int d, int r) const { return r < near_ranks ? near[d * near_ranks + r] : far(d, r); }
+
+  __device__ uint32_t operator()(int d, int r) const {
+    if constexpr (!kWhole) {
+      if (r >> near_bits != 0) return cost_of(lists.at(d, r), low_bit);
+    }
+    return near[(d << near_bits) + r];
+  }
 
   // How many entries of row d cost at most `most`, which is below kTooDear.
   __device__ int up_to(int d, uint32_t most) const {
-    int low = 0, high = lengths[d];
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if ((*this)(d, middle) <= most)
-        low = middle + 1;
-      else
-        high = middle;
+    if constexpr (kWhole) {
+      const uint32_t* row = near + (d << near_bits);
+      const uint32_t* const begin = row;
+      int bits = near_bits;
+      if (const int odd = near_bits % 3; odd != 0) {  // two or four ways, so that the others are eight
+        bits -= odd;
+        const uint32_t* const parts = row - 1;
+        KDTREE_UNROLL
+        for (int i = 1; i < 4; ++i)
+          if (i >> odd == 0 && parts[i << bits] <= most) row += 1 << bits;
+      }
+      while (bits > 3) {
+        bits -= 3;
+        const uint32_t* const parts = row - 1;
+        KDTREE_UNROLL
+        for (int i = 1; i < 8; ++i)
+          if (parts[i << bits] <= most) row += 1 << bits;
+      }
+      const Four* const last = reinterpret_cast<const Four*>(row);
+      const Four low = last[0], high = last[1];
+      int count = static_cast<int>(row - begin);
+      KDTREE_UNROLL
+      for (int i = 0; i < 4; ++i) count += (low.of[i] <= most) + (high.of[i] <= most);
+      return count;
+    } else {
+      int low = 0, high = lengths[d];
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if ((*this)(d, middle) <= most)
+          low = middle + 1;
+        else
+          high = middle;
+      }
+      return low;
     }
-    return low;
   }
 };
 
 struct Frontier {
-  uint64_t bound;   // B nodes, or all there are, cost at most this; kTooDear or more: it is not known
-  float all_nodes;  // how many there are; saturates
-  int depths;       // rows before the first empty one
+  uint32_t bound;          // B nodes, or all there are, cost at most this; kTooDear: it is not known
+  float all_nodes;         // how many there are; saturates
+  int roots[kMostLevels];  // roots[m - 1]: the smallest w with w^m >= B
+
+  // Needs no list: done while they are on their way. find_bound needs a barrier in between.
+  __device__ void prepare(int thread, int budget) {
+    if (thread == 0) bound = kTooDear;
+    if (thread >= kMostLevels) return;
+    int root = static_cast<int>(exp2f(log2f(static_cast<float>(budget)) / static_cast<float>(thread + 1)));
+    float nodes = 1;
+    for (int l = 0; l <= thread; ++l) nodes *= static_cast<float>(root);
+    roots[thread] = nodes < static_cast<float>(budget) ? root + 1 : root;
+  }
 };
 
 // The best w ranks at each of m levels in a row make w^m nodes: with w^m >= B the dearest of them bounds the cost of
-// the B-th node. All first levels and m are tried; with fewer than B nodes in all, the dearest of all is the bound.
-__device__ inline void find_bound(const Costs& costs, int depths, int budget, Frontier* out) {
-  if (threadIdx.x == 0) {
-    int used = 0;
-    float level = 1, all = 0;
-    uint64_t dearest = 0;
-    for (; used < depths && costs.lengths[used] > 0; ++used) {
-      level = fminf(level * static_cast<float>(costs.lengths[used]), 1e9f);
-      all = fminf(all + level, 1e9f);
-      dearest += costs.far(used, costs.lengths[used] - 1);
-    }
-    *out = Frontier{dearest, all, used};
-  }
-  __syncthreads();
-  constexpr int kMostLevels = 10;  // 2^10 nodes are the largest budget
-  uint64_t best = ~0ull;
-  for (int i = threadIdx.x; i < out->depths * kMostLevels; i += blockDim.x) {
-    const int first = i / kMostLevels, levels = i % kMostLevels + 1;
-    if (first + levels > out->depths) continue;
-    int wide = static_cast<int>(powf(static_cast<float>(budget), 1.0f / levels));
+// the B-th node. All m are tried, by a warp each, and all first levels, by a lane each; with fewer than B nodes in all,
+// the dearest of all is the bound. Returns the rows before the first empty one.
+template <bool kWhole>
+__device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out) {
+  const int lane = lane_id();
+  const bool empty = lane >= costs.lists.depths || costs.lengths[lane] == 0;
+  const int depths = __ffs(static_cast<int>(__ballot_sync(kAllLanes, empty))) - 1;
+  for (int levels = warp_id() + 1; levels <= min(kMostLevels, depths); levels += warp_count()) {
+    const int wide = out->roots[levels - 1];
     float nodes = 1;
-    for (int l = 0; l < levels; ++l) nodes *= wide;
-    if (nodes < budget) ++wide;
-    nodes = 1;
-    uint64_t cost = 0;
-    for (int d = 0; d < first; ++d) cost += costs.far(d, 0);
-    for (int d = first; d < first + levels; ++d) {
-      const int ranks = min(wide, costs.lengths[d]);
-      nodes *= ranks;
-      cost += costs.far(d, ranks - 1);
+    uint32_t cost = 0;
+    KDTREE_UNROLL_BY((kWhole ? 4 : 1))
+    for (int d = 0; d < depths; ++d) {
+      if (d >= lane + levels) continue;
+      const int ranks = d < lane ? 1 : min(wide, costs.lengths[d]);
+      nodes *= static_cast<float>(ranks);
+      cost = add_costs(cost, costs(d, ranks - 1));
     }
-    if (nodes >= budget && cost < best) best = cost;
+    if (lane + levels > depths || nodes < static_cast<float>(budget)) cost = kTooDear;
+    cost = __reduce_min_sync(kAllLanes, cost);
+    if (lane == 0) atomicMin(&out->bound, cost);
   }
-  if (best != ~0ull)
-    atomicMin(reinterpret_cast<unsigned long long*>(&out->bound), static_cast<unsigned long long>(best));
+  if (warp_id() == warp_count() - 1) {
+    float level = 1, all = 0;
+    uint32_t dearest = 0;
+    KDTREE_UNROLL_BY((kWhole ? 4 : 1))
+    for (int d = 0; d < depths; ++d) {
+      level = fminf(level * static_cast<float>(costs.lengths[d]), 1e9f);
+      all = fminf(all + level, 1e9f);
+      dearest = add_costs(dearest, costs(d, costs.lengths[d] - 1));
+    }
+    if (lane == 0) {
+      out->all_nodes = all;
+      atomicMin(&out->bound, dearest);
+    }
+  }
   __syncthreads();
+  return depths;
 }
 
-// A threshold below which about `wanted` nodes lie, at most `bound`. counts [depths, kBins], level [2, kBins] and
-// all [kBins]: scratch. An estimate only: whatever it says, the tree is the same.
-__device__ inline uint32_t estimate(const Costs& costs, int depths, int reach, uint32_t bound, float wanted,
-                                    int* counts, float (*level)[kBins], float* all, uint32_t* answer) {
-  const float per_cost = kBins / (static_cast<float>(bound) + 1);
-  for (int i = threadIdx.x; i < depths * kBins; i += blockDim.x) counts[i] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < depths * reach; i += blockDim.x) {
-    const int d = i / reach, r = i % reach;
-    if (r >= costs.lengths[d]) continue;
-    const uint32_t cost = costs(d, r);
-    const int bin = cost <= bound ? static_cast<int>(static_cast<float>(cost) * per_cost + 0.5f) : kBins;
-    if (bin < kBins) atomicAdd(&counts[d * kBins + bin], 1);
+struct EstimateSpace {
+  float (*counts)[2 * kBins];  // [depths] zeros, then how many entries lie in which bin
+  float* level;                // [kBins] aligned to 16 bytes
+  uint32_t* answer;
+};
+
+// A threshold below which about `wanted` nodes lie, at most `bound`. Only an estimate: whatever it says, the tree is
+// the same.
+template <bool kWhole>
+__device__ uint32_t estimate(const Costs<kWhole>& costs, int depths, uint32_t bound, float wanted,
+                             const EstimateSpace& space) {
+  const int lane = lane_id();
+  const float bin_cost = (static_cast<float>(bound) + 1) / kBins;
+  for (int d = warp_id(); d < depths; d += warp_count()) {
+    const float edge = (static_cast<float>(lane) + 0.5f) * bin_cost;  // bins are rounded to the nearest
+    const int up_to = costs.up_to(d, edge < static_cast<float>(bound) ? static_cast<uint32_t>(edge) : bound);
+    const int before = __shfl_up_sync(kAllLanes, up_to, 1);
+    space.counts[d][lane] = 0;
+    space.counts[d][kBins + lane] = static_cast<float>(lane == 0 ? up_to : up_to - before);
   }
   __syncthreads();
-  const int share = min(static_cast<int>(blockDim.x) / kBins, kWarp);  // lanes that sum for one bin; a power of two
-  const int bins_at_once = static_cast<int>(blockDim.x) / share, part = static_cast<int>(threadIdx.x) % share;
-  for (int bin = threadIdx.x; bin < kBins; bin += blockDim.x)
-    level[0][bin] = all[bin] = static_cast<float>(counts[bin]);
-  __syncthreads();
-  for (int d = 1; d < depths; ++d) {
-    const float* from = level[(d - 1) % 2];
-    float* to = level[d % 2];
-    for (int bin = static_cast<int>(threadIdx.x) / share; bin < kBins; bin += bins_at_once) {
-      float sum = 0;
-      for (int i = part; i <= bin; i += share) sum += from[i] * static_cast<float>(counts[d * kBins + bin - i]);
-      for (int step = share / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-      if (part == 0) {
-        to[bin] = fminf(sum, 1e30f);
-        all[bin] += to[bin];
-      }
-    }
-    __syncthreads();
-  }
   if (warp_id() == 0) {
-    const float first = all[2 * lane_id()], second = all[2 * lane_id() + 1];
-    float below = first + second;
+    float level = space.counts[0][kBins + lane], below = level;
+    for (int d = 1; d < depths; ++d) {
+      space.level[lane] = level;
+      __syncwarp();
+      const float* const counts = &space.counts[d][kBins + lane];
+      const FourFloats* const parents = reinterpret_cast<const FourFloats*>(space.level);
+      float sums[4] = {};
+      KDTREE_UNROLL_BY(2)
+      for (int i = 0; i < kBins / 4; ++i) {
+        const FourFloats four = parents[i];
+        KDTREE_UNROLL
+        for (int j = 0; j < 4; ++j) sums[j] += four.of[j] * counts[-(4 * i + j)];
+      }
+      level = fminf((sums[0] + sums[1]) + (sums[2] + sums[3]), 1e30f);
+      below += level;
+      __syncwarp();
+    }
     for (int step = 1; step < kWarp; step *= 2) {
       const float other = __shfl_up_sync(kAllLanes, below, step);
-      if (lane_id() >= step) below += other;
+      if (lane >= step) below += other;
     }
     const unsigned enough = __ballot_sync(kAllLanes, below >= wanted);
-    if (enough == 0) {
-      if (lane_id() == 0) *answer = bound;
-    } else if (lane_id() == __ffs(static_cast<int>(enough)) - 1) {
-      const int bin = 2 * lane_id() + (below - second >= wanted ? 0 : 1);
-      const float cost = (static_cast<float>(bin) + 0.5f) / per_cost;
-      *answer = cost < static_cast<float>(bound) ? static_cast<uint32_t>(cost) : bound;
-    }
+    const float cost = (static_cast<float>(__ffs(static_cast<int>(enough))) - 0.5f) * bin_cost;
+    if (lane == 0)
+      *space.answer = enough != 0 && cost < static_cast<float>(bound) ? static_cast<uint32_t>(cost) : bound;
   }
   __syncthreads();
-  return *answer;
+  return *space.answer;
 }
 
-// All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples. Returns how
-// many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind the next barrier.
-__device__ inline int expand(const Costs& costs, int depths, uint32_t threshold, int room, const TreeScratch& s,
-                             BlockScan& scan) {
-  int begin = 0, end = costs.up_to(0, threshold);  // at most the budget, which is less than the room
-  for (int i = threadIdx.x; i < end; i += blockDim.x) {
-    s.costs[i] = costs(0, i);
-    s.parents[i] = kNone;
-    s.ranks[i] = static_cast<uint16_t>(i);
-    s.depths[i] = 0;
+// Buckets of costs up to a threshold, in ascending order.
+struct Buckets {
+  float per_cost;
+  int last;
+
+  __device__ Buckets(uint32_t threshold, int count)
+      : per_cost(static_cast<float>(count) / (static_cast<float>(threshold) + 1)), last(count - 1) {}
+  __device__ int operator()(uint32_t cost) const {
+    return min(static_cast<int>(static_cast<float>(cost) * per_cost), last);
   }
-  __syncthreads();
-  for (int d = 1; d < depths; ++d) {
-    const int items = static_cast<int>(ceil_div(end - begin, blockDim.x));
-    const int mine = begin + static_cast<int>(threadIdx.x) * items;
-    unsigned children[kMostItems], sum = 0;
-    for (int i = 0; i < kMostItems; ++i) {
-      children[i] = i < items && mine + i < end ? costs.up_to(d, threshold - s.costs[mine + i]) : 0;
-      sum += children[i];
-    }
-    const Scanned scanned = scan(sum);
-    if (scanned.total > static_cast<unsigned>(room - end)) return room + 1;
-    unsigned start = end + scanned.before;
-    for (int i = 0; i < kMostItems; ++i) {
-      if (i < items && mine + i < end) s.starts[mine + i] = static_cast<uint16_t>(start);
-      start += children[i];
-    }
-    __syncthreads();
-    const int next = end + static_cast<int>(scanned.total);
-    for (int i = end + static_cast<int>(threadIdx.x); i < next; i += blockDim.x) {
-      int low = begin, high = end;  // the last node that starts at or before i
-      while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (s.starts[middle] <= i)
-          low = middle;
-        else
-          high = middle;
+};
+
+// Adds expanded node i, and counts it in its bucket.
+template <typename Scratch>
+__device__ void put_node(Scratch& s, const Buckets& buckets, int i, uint32_t cost, int parent, int rank, int d) {
+  s.costs[i] = cost;
+  s.parents[i] = static_cast<uint16_t>(parent);
+  s.ranks[i] = static_cast<uint16_t>(rank);
+  s.depths[i] = static_cast<uint8_t>(d);
+  s.places[i] = static_cast<uint16_t>(atomicAdd(&s.buckets[buckets(cost)], 1u));
+}
+
+// All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples, counted by
+// buckets. Returns how many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind
+// the next barrier.
+template <bool kWhole, typename Scratch>
+__device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold, int room, Scratch& s,
+                      const Buckets& buckets, BlockScan& scan) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), lane = lane_id();
+  for (int i = thread; i <= buckets.last; i += threads) s.buckets[i] = 0;
+  const uint32_t first_cost = thread < costs.lengths[0] ? costs(0, thread) : kTooDear;  // a thread for every rank
+  const bool first = first_cost <= threshold;
+  int begin = 0, end = __syncthreads_count(first);
+  if (first) put_node(s, buckets, thread, first_cost, kNone, thread, 0);
+  uint8_t* const heads = s.heads + thread - lane;
+  for (int d = 1; d < depths && begin < end; ++d) {
+    int next = end;
+    for (int base = begin; base < end; base += threads) {
+      const int parent = base + thread;
+      const bool here = parent < end;
+      const uint32_t cost = here ? s.costs[parent] : 0;  // of the first ones, a thread's own
+      const unsigned children = here ? static_cast<unsigned>(costs.up_to(d, threshold - cost)) : 0;
+      const Scanned scanned = scan(children);
+      if (scanned.total > static_cast<unsigned>(room - next)) return room + 1;
+      if (here) s.starts[parent] = static_cast<uint16_t>(next + static_cast<int>(scanned.before));
+      // The warp hands out its parents' children, which stand side by side: marks show where a parent's begin.
+      const unsigned warp_begin = __shfl_sync(kAllLanes, scanned.before, 0);
+      const unsigned warp_end = __shfl_sync(kAllLanes, scanned.before + children, kWarp - 1);
+      const unsigned fertile = __ballot_sync(kAllLanes, children > 0);
+      if (children > 0) heads[__popc(fertile & ((1u << lane) - 1))] = static_cast<uint8_t>(lane);
+      __syncwarp();
+      for (unsigned from = warp_begin; from < warp_end; from += kWarp) {
+        const unsigned at = scanned.before - from;  // wraps around where it is before
+        const bool earlier = children > 0 && scanned.before < from;
+        const unsigned marks = __reduce_or_sync(kAllLanes, children > 0 && !earlier && at < kWarp ? 1u << at : 0u);
+        const int heads_before = __popc(__ballot_sync(kAllLanes, earlier)) + __popc(marks & ((2u << lane) - 1));
+        const int head = heads[heads_before - 1];
+        const uint32_t parent_cost = __shfl_sync(kAllLanes, cost, head);
+        const unsigned start = __shfl_sync(kAllLanes, scanned.before, head), child = from + lane;
+        if (child < warp_end) {
+          const int rank = static_cast<int>(child - start);
+          put_node(s, buckets, next + static_cast<int>(child), parent_cost + costs(d, rank), parent - lane + head, rank,
+                   d);
+        }
       }
-      const int rank = i - s.starts[low];
-      s.costs[i] = s.costs[low] + costs(d, rank);
-      s.parents[i] = static_cast<uint16_t>(low);
-      s.ranks[i] = static_cast<uint16_t>(rank);
-      s.depths[i] = static_cast<uint8_t>(d);
+      next += static_cast<int>(scanned.total);
     }
     __syncthreads();
     begin = end;
     end = next;
-    if (begin == end) break;
   }
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += blockDim.x)
-    s.starts[i] = static_cast<uint16_t>(end);
+  for (int i = begin + thread; i < end; i += threads) s.starts[i] = static_cast<uint16_t>(end);
+  if (depths == 1) __syncthreads();
   return end;
 }
 
 // Whether node a comes before node b of the same cost: the smaller rank tuple, a prefix before what extends it.
 // Within a depth the index orders the tuples; the deeper of two is represented by its ancestor at the other's depth.
-__device__ inline bool tuple_before(const TreeScratch& s, int a, int b) {
+template <typename Scratch>
+__device__ bool tuple_before(Scratch& s, int a, int b) {
   const int depth_a = s.depths[a], depth_b = s.depths[b];
   int up_a = a, up_b = b;
+  KDTREE_UNROLL_BY(1)
   for (int d = depth_a; d > depth_b; --d) up_a = s.parents[up_a];
+  KDTREE_UNROLL_BY(1)
   for (int d = depth_b; d > depth_a; --d) up_b = s.parents[up_b];
   return up_a != up_b ? up_a < up_b : depth_a < depth_b;
 }
 
-// Fills s.places for nodes 0..count-1 and s.order for the first `budget` places.
-__device__ inline void rank(const TreeScratch& s, int count, uint32_t threshold, int budget, int buckets,
-                            uint16_t* members, BlockScan& scan) {
-  const uint64_t factor = (static_cast<uint64_t>(buckets) << 32) / (static_cast<uint64_t>(threshold) + 1);
-  const auto bucket_of = [&](int i) { return static_cast<int>((s.costs[i] * factor) >> 32); };
-  for (int i = threadIdx.x; i < buckets; i += blockDim.x) s.buckets[i] = 0;
+// Fills s.places for nodes 0..count-1 and s.order for the first `budget` places. expand has counted the buckets, two a
+// thread, and given every node a place in its own.
+template <typename Scratch>
+__device__ void rank(Scratch& s, int count, int budget, const Buckets& buckets, uint16_t* members, BlockScan& scan) {
+  uint32_t* const sizes = s.buckets + 2 * threadIdx.x;
+  const uint32_t first_size = sizes[0];
+  const uint32_t start = scan(first_size + sizes[1]).before;
+  sizes[0] = start;
+  sizes[1] = start + first_size;
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += blockDim.x)
-    s.places[i] = static_cast<uint16_t>(atomicAdd(&s.buckets[bucket_of(i)], 1u));
-  __syncthreads();
-  const int items = static_cast<int>(ceil_div(buckets, blockDim.x)), mine = static_cast<int>(threadIdx.x) * items;
-  unsigned sizes[kMostItems], sum = 0;
-  for (int i = 0; i < kMostItems; ++i) {
-    sizes[i] = i < items && mine + i < buckets ? s.buckets[mine + i] : 0;
-    sum += sizes[i];
-  }
-  unsigned start = scan(sum).before;
-  for (int i = 0; i < kMostItems; ++i) {
-    if (i < items && mine + i < buckets) s.buckets[mine + i] = start;
-    start += sizes[i];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += blockDim.x)
-    members[s.buckets[bucket_of(i)] + s.places[i]] = static_cast<uint16_t>(i);
+    members[s.buckets[buckets(s.costs[i])] + s.places[i]] = static_cast<uint16_t>(i);
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    const int bucket = bucket_of(i), first = static_cast<int>(s.buckets[bucket]);
-    const int last = bucket + 1 < buckets ? static_cast<int>(s.buckets[bucket + 1]) : count;
+    const uint32_t cost = s.costs[i];
+    const int bucket = buckets(cost), first = static_cast<int>(s.buckets[bucket]);
+    const int last = bucket < buckets.last ? static_cast<int>(s.buckets[bucket + 1]) : count;
     int place = first;
     for (int j = first; j < last && place < budget; ++j) {
       const int other = members[j];
       if (other == i) continue;
-      const uint32_t cost = s.costs[other];
-      place += cost < s.costs[i] || (cost == s.costs[i] && tuple_before(s, other, i));
+      const uint32_t others = s.costs[other];
+      place += others < cost || (others == cost && tuple_before(s, other, i));
     }
     s.places[i] = static_cast<uint16_t>(place);
     if (place < budget) s.order[place] = static_cast<uint16_t>(i);

@@ -17,18 +17,20 @@ struct Candidate {
   uint16_t depth;  // 0: depth 1; kNone: an empty slot
 };
 
+// What SerialTree takes of the rest of the scratch.
+__host__ __device__ constexpr size_t serial_bytes(int budget) {
+  return (static_cast<size_t>(budget) + 2) * (sizeof(Candidate) + sizeof(double));
+}
+
+template <typename Scratch>
 struct SerialTree {
-  const TreeScratch& s;
+  Scratch& s;
   Candidate* pending;  // [B + 2] slot i belongs to lane i % 32
   double* scores;      // [B]
 
-  static constexpr size_t bytes(int budget) {
-    return (static_cast<size_t>(budget) + 2) * (sizeof(Candidate) + sizeof(double));
-  }
-
-  __device__ explicit SerialTree(const TreeScratch& scratch, int budget)
+  __device__ SerialTree(Scratch& scratch, int budget)
       : s(scratch),
-        pending(reinterpret_cast<Candidate*>(scratch.rest)),
+        pending(reinterpret_cast<Candidate*>(scratch.rest())),
         scores(reinterpret_cast<double*>(pending + budget + 2)) {}
 
   // Whether slot a comes before slot b; an empty one never does, and -1 is none. A candidate waits only after its
@@ -39,7 +41,9 @@ struct SerialTree {
     const Candidate x = pending[a], y = pending[b];
     if (x.score != y.score) return x.score > y.score;
     int rank_x = x.rank, rank_y = y.rank, up_x = x.parent, up_y = y.parent, difference = 0;
+    KDTREE_UNROLL_BY(1)
     for (int d = x.depth; d > y.depth; --d, up_x = s.parents[up_x]) rank_x = s.ranks[up_x];
+    KDTREE_UNROLL_BY(1)
     for (int d = y.depth; d > x.depth; --d, up_y = s.parents[up_y]) rank_y = s.ranks[up_y];
     for (;; up_x = s.parents[up_x], up_y = s.parents[up_y]) {
       if (rank_x != rank_y) difference = rank_x - rank_y;  // the difference nearest to the root decides
@@ -64,6 +68,7 @@ struct SerialTree {
     __syncwarp();
     while (count < budget) {
       int best = own;
+      KDTREE_UNROLL_BY(1)
       for (int step = kWarp / 2; step > 0; step /= 2) {
         const int other = __shfl_xor_sync(kAllLanes, best, step);
         if (before(other, best)) best = other;
