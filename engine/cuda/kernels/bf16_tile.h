@@ -1,6 +1,7 @@
 // The order in which tensor cores sum a product of bf16 rows over k, and the pipeline that feeds them. The order
 // depends on (in, out) alone, so a row has the same bits in every tile and beside any rows:
-//   k falls into steps of 64 (the last one filled up with zeros), the steps into slices(out) equal runs, one a warp;
+//   k falls into steps of 64 (the last one filled up with zeros), the steps into bf16_slices(in, out) slices of equal
+//   length, one a warp;
 //   a slice adds its steps in ascending order, as mma.m16n8k16 does: outputs on its side of 16, rows on its side of 8;
 //   the slices' sums meet in ascending order: ((s0 + s1) + s2) + ...
 // A column of mma depends on its own row of x alone; zeros take part where a row, an output or a k is not there, and
@@ -25,10 +26,10 @@ constexpr int kBf16Piece = 32;  // k of two mma
 constexpr int kBf16Vector = 8;  // elements of 16 bytes
 constexpr int kBf16Outs = 16;   // outputs of an mma
 constexpr int kBf16Rows = 8;    // rows of x of an mma
-constexpr int kFewOutputs = 4096;
 
-// Runs over k that are summed side by side: with few outputs there would be too few warps to keep memory busy.
-__host__ __device__ constexpr int bf16_slices(int out) { return out < kFewOutputs ? 8 : 4; }
+// Runs over k that are summed side by side: with few outputs and long sums there would be too few warps to keep memory
+// busy.
+__host__ __device__ constexpr int bf16_slices(int in, int out) { return out < 4096 && in >= 1024 ? 8 : 4; }
 
 // The bf16 bits nearest to `value`, ties to even; a NaN stays one.
 __device__ inline uint16_t narrow(float value) {

@@ -176,13 +176,15 @@ kdtree_status multiply_down(const Problem& p, cudaStream_t stream) {
   return check_launch("experts_bf16_down_kernel");
 }
 
-// Few: the tile for few outputs, Many: for many.
-template <class Few, class Many>
+// Eight, Four: the tile for as many slices.
+template <class Eight, class Four>
 kdtree_status multiply(const Problem& p, cudaStream_t stream) {
-  static_assert(Few::kRows == Many::kRows && Few::kSlices == 8 && Many::kSlices == 4, "one order whatever the tile");
-  KDTREE_RETURN_IF_FAILED(bf16_slices(2 * p.a.width) == Few::kSlices ? multiply_gate_up<Few>(p, stream)
-                                                                     : multiply_gate_up<Many>(p, stream));
-  return bf16_slices(p.a.hidden) == Few::kSlices ? multiply_down<Few>(p, stream) : multiply_down<Many>(p, stream);
+  static_assert(Eight::kRows == Four::kRows && Eight::kSlices == 8 && Four::kSlices == 4,
+                "one order whatever the tile");
+  KDTREE_RETURN_IF_FAILED(bf16_slices(p.a.hidden, 2 * p.a.width) == Eight::kSlices ? multiply_gate_up<Eight>(p, stream)
+                                                                                   : multiply_gate_up<Four>(p, stream));
+  return bf16_slices(p.a.width, p.a.hidden) == Eight::kSlices ? multiply_down<Eight>(p, stream)
+                                                              : multiply_down<Four>(p, stream);
 }
 
 }  // namespace

@@ -100,7 +100,7 @@ kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream
   return launch_tile<Least>(a, tile_rows, stream);
 }
 
-kdtree_status launch_few_outputs(const LinearBf16Args& a, int rows, cudaStream_t stream) {
+kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_t stream) {
   if (rows <= 8) return launch<1, 1, 8, 2, 8>(a, rows, stream);
   if (rows <= 16) return launch<1, 2, 8, 2, 6>(a, rows, stream);
   if (rows <= 24) return launch<1, 3, 8, 1, 8>(a, rows, stream);
@@ -108,7 +108,7 @@ kdtree_status launch_few_outputs(const LinearBf16Args& a, int rows, cudaStream_t
   return launch<1, 9, 8, 1, 4>(a, rows, stream);
 }
 
-kdtree_status launch_many_outputs(const LinearBf16Args& a, int rows, cudaStream_t stream) {
+kdtree_status launch_four_slices(const LinearBf16Args& a, int rows, cudaStream_t stream) {
   if (rows <= 4) return launch<1, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 8) return launch<2, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 16) return launch<2, 2, 4, 2, 4>(a, rows, stream);
@@ -139,7 +139,7 @@ kdtree_status linear_bf16(const LinearBf16Args& a, cudaStream_t stream) {
   // Equal tiles: 65 rows are one, 129 are two of 65.
   const int tiles = static_cast<int>(ceil_div(a.rows, kMostTileRows));
   const int rows = static_cast<int>(ceil_div(a.rows, tiles));
-  return bf16_slices(a.out) == 8 ? launch_few_outputs(a, rows, stream) : launch_many_outputs(a, rows, stream);
+  return bf16_slices(a.in, a.out) == 8 ? launch_eight_slices(a, rows, stream) : launch_four_slices(a, rows, stream);
 }
 
 }  // namespace kdtree

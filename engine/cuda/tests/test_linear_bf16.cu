@@ -126,10 +126,12 @@ struct Product {
 
 TEST(every_number_of_rows_has_the_same_bits) {
   const int most = check::tiny() ? 20 : 257;
-  const Product product(most, 40, 712);
-  const auto alone = product.alone();
-  for (int rows = 2; rows <= most; rows += check::tiny() ? 7 : 1)
-    product.same_as_alone(alone, rows * 37 % (most - rows + 1), rows);
+  for (const int in : {456, 1096}) {  // four slices and eight
+    const Product product(most, 24, in);
+    const auto alone = product.alone();
+    for (int rows = 2; rows <= most; rows += check::tiny() ? 7 : 1)
+      product.same_as_alone(alone, rows * 37 % (most - rows + 1), rows);
+  }
 }
 
 TEST(tiles_of_many_outputs_have_the_same_bits) {
@@ -146,12 +148,12 @@ TEST(tiles_of_many_outputs_have_the_same_bits) {
 TEST(no_number_of_blocks_changes_bits) {
   // More and fewer blocks than multiprocessors: another depth of queues; from 16384 outputs on taller tiles.
   struct Sizes {
-    int out, batch, rows;
+    int in, out, batch, rows;
   };
-  for (const Sizes s : {Sizes{16392, 1, 40}, Sizes{8456, 1, 40}, Sizes{4096, 1, 72}, Sizes{4096, 3, 72},
-                        Sizes{2200, 2, 40}, Sizes{4088, 1, 72}}) {
+  for (const Sizes s : {Sizes{72, 16392, 1, 40}, Sizes{72, 8456, 1, 40}, Sizes{72, 4096, 1, 72}, Sizes{72, 4096, 3, 72},
+                        Sizes{1096, 2200, 2, 40}, Sizes{1096, 1080, 2, 72}}) {
     if (check::tiny() && s.out * s.batch > 5000) continue;
-    const Product product(s.rows, s.out, 200, s.batch);
+    const Product product(s.rows, s.out, s.in, s.batch);
     const auto alone = product.alone(13);
     for (const int rows : {33, 40, 72})
       if (rows <= s.rows) product.same_as_alone(alone, s.rows - rows, rows);
