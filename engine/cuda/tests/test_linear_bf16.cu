@@ -12,8 +12,8 @@ using check::from_bits, check::narrow_noise, check::narrow_of, check::wide_of;
 namespace {
 
 constexpr uint16_t kNanBits = 0x7fc0;
-// Of a float32 sum, in parts of the sum of its terms' sizes: the slices' additions cost at most half of this at the
-// sizes here if their errors fall like coins, and one term lost or taken twice costs a thousand times as much.
+// Of a float32 sum, in parts of the sum of its terms' sizes. A tensor core may cut each term of an mma at 2^-24 of the
+// largest; a term that is lost or taken twice costs a hundred times as much at the lengths here.
 constexpr double kSumError = 0x1p-20;
 constexpr double kRounding = 0x1p-8;  // of a value, to bf16
 
