@@ -235,6 +235,7 @@ def test_script_builds_and_runs_the_tests(project: Path, cuda_home: Path):
     assert done.stdout.splitlines()[-1] == "1 passed, 1 skipped, 2 failed"
 
     edit(project / "tests" / "test_kernel.cu", "42", "forty_two")
+    (project / "sources.txt").write_text("engine model/engine.cpp\nktest tests/test_kernel.cu\n")  # all is made anew
     done = script("build_nvcc.sh")
     assert done.returncode != 0
     assert "forty_two" in done.stderr
