@@ -41,8 +41,8 @@ struct Block {
 constexpr int kSmallK = 256;
 using SmallBlock = Block<Selection<256, kSmallK, 2, 4>>;
 using LargeBlock = Block<Selection<512, KDTREE_MAX_BUDGET, 3, 5>>;
-using SmallStreamBlock = Block<Selection<256, kSmallK, 2, 2>>;
-using LargeStreamBlock = Block<Selection<256, KDTREE_MAX_BUDGET, 2, 2>>;
+using SmallStreamBlock = Block<Selection<256, kSmallK, 2, 3>>;
+using LargeStreamBlock = Block<Selection<256, KDTREE_MAX_BUDGET, 2, 3>>;
 
 __device__ int own_depth_limit(const Args& a, int request) {
   return a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
@@ -88,7 +88,7 @@ __device__ Outcome find_fault(const Args& a, int request, int limit, const RowPl
                               unsigned long long* first) {
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit;
   for (int64_t i = threadIdx.x; i < static_cast<int64_t>(limit) * plan.chunks; i += blockDim.x)
-    if (scratch.tops[row * plan.chunks + i] >= kOrderOfInfinity)
+    if (scratch.sums[row * plan.chunks + i].top >= kOrderOfInfinity)
       atomicMin(first, static_cast<unsigned long long>(i / plan.chunks) << 32 | scratch.faults[row * plan.chunks + i]);
   __syncthreads();
   const int depth = static_cast<int>(*first >> 32);
@@ -152,8 +152,7 @@ __device__ void write_lists(const Args& a, const RowPlan& plan, const RowScratch
 // By the first warp, of a row: s.sum.
 template <typename Shared>
 __device__ void combine_row(const RowPlan& plan, const RowScratch& scratch, int64_t row, Shared& s) {
-  const int64_t at = row * plan.chunks;
-  const RowSum sum = combine(scratch.sums + at, scratch.exponents + at, scratch.tops + at, plan.chunks);
+  const RowSum sum = combine(scratch.sums + row * plan.chunks, plan.chunks);
   if (lane_id() == 0) s.sum = sum;
 }
 
@@ -179,10 +178,10 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 
     if (depth < limit && limit <= a.depth_limit) combine_row(plan, scratch, row, s);
   } else {
     const int rows = limit <= a.depth_limit ? limit : 0, others = static_cast<int>(blockDim.x) - kWarp;
-    const unsigned* const tops = scratch.tops + first_row * plan.chunks;
+    const ChunkSum* const sums = scratch.sums + first_row * plan.chunks;
     KDTREE_UNROLL_BY(4)
     for (int64_t i = static_cast<int>(threadIdx.x) - kWarp; i < static_cast<int64_t>(rows) * plan.chunks; i += others)
-      fault |= tops[i] >= kOrderOfInfinity;
+      fault |= sums[i].top >= kOrderOfInfinity;
   }
   fault = __syncthreads_or(fault) != 0;
   Outcome outcome = s.outcome;
@@ -207,17 +206,18 @@ __global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
   const int part = static_cast<int>(blockIdx.x), depth = static_cast<int>(blockIdx.y);
   const int request = static_cast<int>(blockIdx.z);
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
-  // All threads find the same: what the logits say of a request is written when all its blocks have passed by here.
-  const int limit = own_depth_limit(a, request);
-  Outcome outcome = outcome_without_logits(a, request, limit);
-  if (outcome.failed() || limit == 0) {
-    const bool own = limit >= 0 && limit <= a.depth_limit;
-    if (part == 0 && outcome.failed() && (!own || depth < limit)) write_refused(a, row);
-    if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
-    return;
+  {
+    // All threads find the same: what the logits say of a request is written when all its blocks have passed by here.
+    const int limit = own_depth_limit(a, request);
+    const Outcome outcome = outcome_without_logits(a, request, limit);
+    if (outcome.failed() || limit == 0) {
+      const bool own = limit >= 0 && limit <= a.depth_limit;
+      if (part == 0 && outcome.failed() && (!own || depth < limit)) write_refused(a, row);
+      if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
+      return;
+    }
+    if (depth >= limit) return;
   }
-  if (depth >= limit) return;
-
   scan_part(row_of<T>(a, row), static_cast<unsigned>(a.vocab_size), row, part, static_cast<int>(gridDim.x), plan,
             scratch);
   if (!last_to_arrive(scratch.arrived + row, &s.last)) return;
@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
   // The last row of a request tells what became of it.
   __threadfence();
   __syncthreads();
+  const int limit = own_depth_limit(a, request);  // again: a register less while the logits are read
   if (threadIdx.x == 0) {
     constexpr unsigned kFault = 1u << 16;
     const unsigned before = atomicAdd(scratch.finished + request, fault ? kFault + 1 : 1);
@@ -242,6 +243,7 @@ __global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
   __syncthreads();
   if (!s.last) return;
   __threadfence();
+  Outcome outcome{};
   if (s.any_fault) {
     outcome = find_fault<T>(a, request, limit, plan, scratch, &s.fault);
     for (int d = 0; d < limit; ++d) write_refused(a, row - depth + d);

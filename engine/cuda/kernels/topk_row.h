@@ -15,10 +15,11 @@ constexpr int kStep = kWarp * kOctet;   // ids from a lane's octet to its next
 constexpr int kChunk = kSteps * kStep;  // ids that one warp sums
 constexpr int kNoExponent = -(1 << 30);
 
-// Of one chunk: the sum of exp(logit) in units of 2^exponent.
-struct ChunkSum {
+// Of one chunk: the sum of exp(logit) in units of 2^exponent, and the order of the greatest logit.
+struct __align__(16) ChunkSum {
   double sum;
   int exponent;  // kNoExponent: nothing was summed
+  unsigned top;  // from kOrderOfInfinity on the chunk has a fault
 };
 
 // Of one chunk: the sum of exp(logit - peak) over the logits below the row's peak, and how many equal it.
@@ -72,9 +73,7 @@ __device__ inline unsigned octet_of_group(unsigned group, unsigned i, int bits) 
 
 // [rows, ...] of the workspace, rows counted over [R, L].
 struct RowScratch {
-  double* sums;         // [rows, chunks] of the chunks' sums
-  int* exponents;       // [rows, chunks]
-  unsigned* tops;       // [rows, chunks] order of the greatest logit; from kOrderOfInfinity on the chunk has a fault
+  ChunkSum* sums;       // [rows, chunks]
   unsigned* faults;     // [rows, chunks] lowest id with NaN or +inf, where there is one
   PreciseSum* precise;  // [rows, chunks]
   unsigned* arrived;    // [rows] blocks that are done with their part of the row
@@ -84,9 +83,7 @@ struct RowScratch {
 
   RowScratch(void* base, int64_t rows, const RowPlan& plan) : bytes(0) {
     const uintptr_t start = reinterpret_cast<uintptr_t>(base);
-    sums = take<double>(start, rows * plan.chunks);
-    exponents = take<int>(start, rows * plan.chunks);
-    tops = take<unsigned>(start, rows * plan.chunks);
+    sums = take<ChunkSum>(start, rows * plan.chunks);
     faults = take<unsigned>(start, rows * plan.chunks);
     precise = take<PreciseSum>(start, rows * plan.chunks);
     arrived = take<unsigned>(start, 2 * rows);
@@ -172,26 +169,40 @@ __device__ void load_octet(const T* row, unsigned first, unsigned size, float (&
     load_octet_by_element(row, first, size, x);
 }
 
-// Whether a chunk lies in the row as loads of 16 bytes want it: on their boundary, and whole.
-template <typename T>
-__device__ bool lies_well(const T* row, unsigned chunk, unsigned size) {
-  return skip_of(row) == 0 && (chunk + 1) * kChunk <= size;
+// `value`, but not before `x` is there: loads that hang on it do not take registers yet.
+__device__ inline unsigned after(float x, unsigned value) {
+#ifdef KDTREE_HOST
+  (void)x;
+#else
+  asm volatile("" : "+r"(value) : "f"(x));
+#endif
+  return value;
 }
 
-// The lane's octets of a chunk. Loads of 16 bytes wherever none of them leaves the row; all are started before the
-// first is used. kWell: lies_well is true.
-template <bool kWell, typename T>
+// Chunks of a row, from the first on, that lie as loads of 16 bytes want it: on their boundary, and whole.
+template <typename T>
+__device__ unsigned whole_chunks(const T* row, unsigned size) {
+  return skip_of(row) == 0 ? size / kChunk : 0;
+}
+
+// The lane's octets of a chunk. Loads of 16 bytes wherever none of them leaves the row; all of a whole chunk, half of
+// those of another, are started before the first is used. kWhole: it is one of whole_chunks.
+template <bool kWhole, typename T>
 __device__ void load_chunk(const T* row, unsigned chunk, unsigned size, float (&x)[kSteps][kOctet]) {
   constexpr int kVectors = kOctet * sizeof(T) / 16;
   constexpr unsigned kMargin = 16 / sizeof(T);
-  const unsigned first = chunk * kChunk + lane_id() * kOctet, skip = skip_of(row);
-  if constexpr (kWell) {
+  unsigned first = chunk * kChunk + lane_id() * kOctet;
+  const unsigned skip = skip_of(row);
+  if constexpr (kWhole) {
     const T* const at = row + first;
     KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors>(at + s * kStep, 0, x[s]);
   } else if (chunk > 0 && (chunk + 1) * kChunk + kMargin <= size) {
     KDTREE_UNROLL
-    for (int s = 0; s < kSteps; ++s) load_octet_by_vector<T, kVectors + 1>(row + first + s * kStep, skip, x[s]);
+    for (int s = 0; s < kSteps; ++s) {
+      load_octet_by_vector<T, kVectors + 1>(row + first + s * kStep, skip, x[s]);
+      if (s == kSteps / 2 - 1) first = after(x[s][0], first);
+    }
   } else {
     KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) load_octet_by_element(row, first + s * kStep, size, x[s]);

@@ -277,50 +277,55 @@ class Selector {
 
   __device__ float value_from(unsigned order) const { return value_of(max(order, kOrderOfMinusInfinity)); }
 
-  // Calls f(slot, key) for each logit of the octet that is reached.
-  template <typename F>
-  __device__ void for_reached(const float (&x)[kOctet], unsigned first, unsigned reached, unsigned& slot, F f) const {
-    KDTREE_UNROLL
-    for (int i = 0; i < kOctet; ++i)
-      if (reached >> i & 1) f(slot++, ranking_.key(order_of(x[i]), first + i));
+  __device__ unsigned long long key_of(unsigned id) const {
+    return ranking_.key(order_of(widen(__ldg(row_ + id))), id);
+  }
+
+  // The first id of an octet of the groups in s_.hits, which have `all` octets; past them the row's end.
+  __device__ unsigned octet_of_hits(unsigned octet, unsigned all, int group_bits) const {
+    const int octet_bits = group_bits - 3;
+    return octet < all ? octet_of_group(s_.hits[octet >> octet_bits], octet & ((1u << octet_bits) - 1), group_bits)
+                       : size_;
   }
 
   // The keys of the logits from `least` on of the groups in s_.hits, in s_.keys; s_.count of them, also if there is no
   // room for all. They are counted in their bins.
   __device__ void gather(int group_bits, unsigned hits, float least, const KeyBins& bins) {
-    const auto keep = [&](unsigned slot, unsigned long long key) {
+    const auto keep = [&](unsigned slot, unsigned id) {
+      const unsigned long long key = key_of(id);
       if (slot >= Shared::kKept) return;
       s_.keys[slot] = key;
       atomicAdd(&s_.bins[bins(key)], 1u);
     };
     if (group_bits == 0) {
-      for (unsigned i = threadIdx.x; i < hits; i += Shared::kThreads)
-        keep(i, ranking_.key(order_of(widen(row_[s_.hits[i]])), s_.hits[i]));
+      for (unsigned i = threadIdx.x; i < hits; i += Shared::kThreads) keep(i, s_.hits[i]);
       if (threadIdx.x == 0) s_.count = hits;
       return;
     }
-    const int octet_bits = group_bits - 3;
-    const unsigned all = hits << octet_bits;
+    const unsigned all = hits << (group_bits - 3);
     KDTREE_UNROLL_BY(1)
-    for (unsigned base = 0; base < all; base += Shared::kThreads * Shared::kGathered) {
+    for (unsigned base = threadIdx.x; base - threadIdx.x < all; base += Shared::kThreads * Shared::kGathered) {
+      unsigned long long reached = 0;  // bit 8 g + i: logit i of the thread's octet g
       float x[Shared::kGathered][kOctet];
-      unsigned first[Shared::kGathered], reached[Shared::kGathered], count = 0;
+      unsigned first[Shared::kGathered];
       KDTREE_UNROLL
       for (int g = 0; g < Shared::kGathered; ++g) {
-        const unsigned i = base + g * Shared::kThreads + threadIdx.x;
-        first[g] = i < all ? octet_of_group(s_.hits[i >> octet_bits], i & ((1u << octet_bits) - 1), group_bits) : size_;
+        first[g] = octet_of_hits(base + g * Shared::kThreads, all, group_bits);
         load_octet(row_, first[g], size_, x[g]);
       }
       KDTREE_UNROLL
-      for (int g = 0; g < Shared::kGathered; ++g) {
-        reached[g] = reaching(x[g], first[g], least);
-        count += static_cast<unsigned>(__popc(reached[g]));
+      for (int g = 0; g < Shared::kGathered; ++g)
+        reached |= static_cast<unsigned long long>(reaching(x[g], first[g], least)) << (8 * g);
+      unsigned slot = claim(&s_.count, static_cast<unsigned>(__popcll(reached)));
+      // Few of the many: read again, from the nearest cache.
+      KDTREE_UNROLL_BY(1)
+      for (; reached != 0; reached &= reached - 1, ++slot) {
+        const unsigned bit = static_cast<unsigned>(__ffsll(static_cast<long long>(reached)) - 1);
+        keep(slot, octet_of_hits(base + bit / 8 * Shared::kThreads, all, group_bits) + bit % 8);
       }
-      unsigned slot = claim(&s_.count, count);
-      KDTREE_UNROLL
-      for (int g = 0; g < Shared::kGathered; ++g) for_reached(x[g], first[g], reached[g], slot, keep);
     }
   }
+  static_assert(8 * Shared::kGathered <= 64 && kOctet == 8);
 
   // Emits the k greatest of s_.keys [n], counted in their bins: the bins are in order, so that each key only has to be
   // compared inside its own. False, and nothing emitted, if a bin is too full for that.
@@ -400,9 +405,9 @@ class Selector {
       for (int i = 0; i < kOctet; ++i)
         if ((reached >> i & 1) && ranking_.key(order_of(x[i]), first + i) < least) reached &= ~(1u << i);
       unsigned slot = claim(&s_.count, static_cast<unsigned>(__popc(reached)));
-      for_reached(x, first, reached, slot, [&](unsigned at, unsigned long long key) {
-        if (at < Shared::kRoom) s_.room[at] = key;
-      });
+      KDTREE_UNROLL_BY(1)
+      for (; reached != 0 && slot < Shared::kRoom; reached &= reached - 1, ++slot)
+        s_.room[slot] = key_of(first + static_cast<unsigned>(__ffs(static_cast<int>(reached)) - 1));
       __syncthreads();
       const unsigned kept = s_.count;
       __syncthreads();

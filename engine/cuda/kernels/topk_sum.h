@@ -66,7 +66,7 @@ __device__ inline Wide sum_of_warp(Wide value) {
 // By a warp, of the logits x of a chunk without NaN and +inf. top: order of the greatest.
 __device__ inline ChunkSum fast_sum(const float (&x)[kSteps][kOctet], unsigned top) {
   const float peak = value_of(top);
-  if (!(fabsf(peak) < kMostFastLogit)) return {0, kNoExponent};
+  if (!(fabsf(peak) < kMostFastLogit)) return {0, kNoExponent, top};
   const FastExp exponential(peak);
   double sum = 0;
   KDTREE_UNROLL
@@ -79,7 +79,7 @@ __device__ inline ChunkSum fast_sum(const float (&x)[kSteps][kOctet], unsigned t
     for (int i = 0; i < width; ++i) terms[i] += terms[i + width];
     sum += static_cast<double>(terms[0]);
   }
-  return {sum_of_warp(sum), exponential.exponent()};
+  return {sum_of_warp(sum), exponential.exponent(), top};
 }
 
 // What logz still needs: nothing, a sum in double, or one in Wide.
@@ -92,39 +92,36 @@ struct RowSum {
   Effort effort;
 };
 
-// By a warp, all of whose lanes get it: of a row's sums, exponents and tops [chunks].
-__device__ inline RowSum combine(const double* sums, const int* exponents, const unsigned* tops, int chunks) {
+// By a warp, all of whose lanes get it: of the chunks of a row.
+__device__ inline RowSum combine(const ChunkSum* sums, int chunks) {
   constexpr int kHeld = 5;  // of a lane, read at once; a row of 163,840 has no more
-  double held_sums[kHeld];
-  int held[kHeld], exponent = kNoExponent;
+  ChunkSum held[kHeld];
+  int exponent = kNoExponent;
   unsigned top = 0;
+  const auto meet = [&](const ChunkSum& part) {
+    top = max(top, part.top);
+    exponent = max(exponent, part.exponent);
+  };
   KDTREE_UNROLL
   for (int i = 0; i < kHeld; ++i) {
     const int c = lane_id() + i * kWarp;
-    const bool there = c < chunks;
-    held[i] = there ? exponents[c] : kNoExponent;
-    held_sums[i] = there ? sums[c] : 0;
-    top = max(top, there ? tops[c] : 0u);
+    held[i] = c < chunks ? sums[c] : ChunkSum{0, kNoExponent, 0};
+    meet(held[i]);
   }
   KDTREE_UNROLL_BY(4)
-  for (int c = lane_id() + kHeld * kWarp; c < chunks; c += kWarp) {
-    top = max(top, tops[c]);
-    exponent = max(exponent, exponents[c]);
-  }
-  KDTREE_UNROLL
-  for (int i = 0; i < kHeld; ++i) exponent = max(exponent, held[i]);
+  for (int c = lane_id() + kHeld * kWarp; c < chunks; c += kWarp) meet(sums[c]);
   const float peak = value_of(__reduce_max_sync(kAllLanes, top));
   exponent = __reduce_max_sync(kAllLanes, exponent);
   double sum = 0;
-  const auto add = [&](double part,
-                       int of_part) {  // whatever stands there: a request that failed before was not summed
-    const int below = static_cast<int>(static_cast<unsigned>(of_part) - static_cast<unsigned>(exponent));
-    if (below > -1000 && below <= 0) sum += part * power_of_two(below);
+  const auto add = [&](const ChunkSum& part) {
+    // Unsigned: the parts of a request that failed before may hold anything.
+    const int below = static_cast<int>(static_cast<unsigned>(part.exponent) - static_cast<unsigned>(exponent));
+    if (below > -1000 && below <= 0) sum += part.sum * power_of_two(below);
   };
   KDTREE_UNROLL
-  for (int i = 0; i < kHeld; ++i) add(held_sums[i], held[i]);
+  for (int i = 0; i < kHeld; ++i) add(held[i]);
   KDTREE_UNROLL_BY(2)
-  for (int c = lane_id() + kHeld * kWarp; c < chunks; c += kWarp) add(sums[c], exponents[c]);
+  for (int c = lane_id() + kHeld * kWarp; c < chunks; c += kWarp) add(sums[c]);
   sum = sum_of_warp(sum);
   if (peak == minus_infinity()) return {peak, peak, kKnown};
   const double logz = exponent * 0.6931471805599453 + log(sum);
