@@ -24,8 +24,9 @@ constexpr size_t kMostWorkspace = size_t{256} << 20;
 
 struct Shared {
   float factors[2][kMostRows];
-  float peaks[kMostRows];   // of the chunks before in the part
-  float totals[kMostRows];  // and their weights
+  RowState chunk[kMostRows];  // of the chunk
+  RowState part[kMostRows];   // of the chunks before it in the part
+  int64_t offsets[kKeys];     // of the keys of the tile that is copied next: looked up a turn before
   Work work;
 };
 
@@ -65,7 +66,7 @@ __device__ void load_query(const MlaAttentionBf16Args& a, const Work& work, type
 // Weights of a turn's tile, from its score sums. Returns whether older sums must be rescaled.
 template <class Shape>
 __device__ bool weigh(const MlaAttentionBf16Args& a, int turn, Meeting<Shape> meeting, float (&scores)[8],
-                      Shared* shared, RowState* state) {
+                      Shared* shared) {
   if (Thread::again().warp >= Shape::kGroups) return false;
   add_quarters(meeting, scores);
   const Work& work = shared->work;
@@ -75,9 +76,13 @@ __device__ bool weigh(const MlaAttentionBf16Args& a, int turn, Meeting<Shape> me
   const float scale = a.scale * 1.4426950408889634f;
   KDTREE_UNROLL
   for (int i = 0; i < 8; ++i) scores[i] = key_of(i) < seen ? scores[i] * scale : -INFINITY;
-  const float factor = (*state)(scores);
+  RowState state = shared->chunk[own];
+  const float factor = state(scores);
   leave_weights(meeting, scores);
-  if (me.lane % 4 == 0) shared->factors[0][own] = factor;
+  if (me.lane % 4 == 0) {
+    shared->chunk[own] = state;
+    shared->factors[0][own] = factor;
+  }
   return factor != 1.0f;
 }
 
@@ -85,23 +90,27 @@ __device__ bool weigh(const MlaAttentionBf16Args& a, int turn, Meeting<Shape> me
 // barrier.
 template <class Shape>
 __device__ void close_chunk(const MlaAttentionBf16Args& a, const Plan& plan, int part, int chunk, Shared* shared,
-                            RowState* state, typename Shape::Sums& sums) {
+                            typename Shape::Sums& sums) {
   const Partials partials(a.workspace, plan);
   const int64_t first_partial = static_cast<int64_t>(blockIdx.x) * plan.rows * plan.parts + part;
   const int begin = chunk_begin(chunk);
   const bool first = begin == shared->work.part_begin;
   const Thread me = Thread::again();
   const auto [warp, lane] = me;
-  if (const int own = me.own_row(); warp < Shape::kGroups && lane % 4 == 0 && begin < shared->work.count_of(own)) {
-    const Join join(first ? -INFINITY : shared->peaks[own], state->peak);
-    const float total = join(first ? 0.0f : shared->totals[own], state->total);
-    const int64_t at = first_partial + static_cast<int64_t>(own) * plan.parts;
-    partials.peaks[at] = shared->peaks[own] = join.peak;
-    partials.totals[at] = shared->totals[own] = total;
-    shared->factors[0][own] = join.first;
-    shared->factors[1][own] = join.second;
+  if (const int own = me.own_row(); warp < Shape::kGroups && lane % 4 == 0) {
+    if (begin < shared->work.count_of(own)) {
+      const RowState old = first ? RowState() : shared->part[own], now = shared->chunk[own];
+      const Join join(old.peak, now.peak);
+      const RowState joined{join.peak, join(old.total, now.total)};
+      shared->part[own] = joined;
+      shared->factors[0][own] = join.first;
+      shared->factors[1][own] = join.second;
+      const int64_t at = first_partial + static_cast<int64_t>(own) * plan.parts;
+      partials.peaks[at] = joined.peak;
+      partials.totals[at] = joined.total;
+    }
+    shared->chunk[own] = RowState();
   }
-  *state = RowState();
   __syncthreads();
   KDTREE_UNROLL
   for (int m = 0; m < Shape::kGroups / 2; ++m) {
@@ -154,12 +163,16 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
   for (int turn = 0; turn < kStages; ++turn) offsets[turn] = work.key_offset(a, turn, copied_key());
   KDTREE_UNROLL
   for (int turn = 0; turn < kStages - 1; ++turn) copy_tile(layer, offsets[turn], tile(turn));
-  int64_t offset = offsets[kStages - 1];  // of what is copied next: looked up a turn before
+  const auto copy_later = [&](int64_t offset) {
+    __syncwarp();  // all have taken the one before
+    if (Thread::again().lane % 8 == 0) shared.offsets[copied_key()] = offset;
+  };
+  copy_later(offsets[kStages - 1]);
 
   typename Shape::Query query;
   load_query<Shape>(a, work, query);
   typename Shape::Sums sums = {};
-  RowState state;
+  if (threadIdx.x < kRows) shared.chunk[threadIdx.x] = RowState();  // seen behind the barrier of the first turn
   float scores[8];
   if (kAhead) {
     wait_copies<kStages - 2>();
@@ -169,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
   for (int turn = 0; turn < work.turns; ++turn) {
     wait_copies<kStages - 2 - kAhead>();
     __syncthreads();  // the tile is there, kAhead: the next; and nobody looks at the one before
-    copy_tile(layer, offset, tile(turn + kStages - 1));
+    copy_tile(layer, shared.offsets[copied_key()], tile(turn + kStages - 1));
     const bool empty = work.empty(turn);
     bool moved = false;
     if (kAhead) {
@@ -177,8 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
       KDTREE_UNROLL_BY(1)
       for (int i = 0; i < 2; ++i) {
         if (i == Thread::again().warp / kQuarters) {
-          if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared, &state);
-          offset = work.key_offset(a, turn + kStages, copied_key());
+          if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared);
+          copy_later(work.key_offset(a, turn + kStages, copied_key()));
         } else if (follows) {
           multiply_keys(query, tile(turn + 1), meeting(turn + 1), scores);
         }
@@ -186,8 +199,8 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
     } else {
       if (!empty) multiply_keys(query, tile(turn), meeting(turn), scores);
       __syncthreads();
-      offset = work.key_offset(a, turn + kStages, copied_key());
-      if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared, &state);
+      copy_later(work.key_offset(a, turn + kStages, copied_key()));
+      if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared);
     }
     moved = __syncthreads_or(moved);
     if (!empty) {
@@ -202,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
     const int chunk = work.chunk(turn);
     if (turn + 1 == work.turns || work.chunk(turn + 1) != chunk) {
       __syncthreads();  // all have read the factors
-      close_chunk<Shape>(a, plan, part, chunk, &shared, &state, sums);
+      close_chunk<Shape>(a, plan, part, chunk, &shared, sums);
     }
   }
 }

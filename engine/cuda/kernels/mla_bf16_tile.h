@@ -72,6 +72,7 @@ struct Thread {
 #endif
     return {static_cast<int>(thread / kWarp), static_cast<int>(thread % kWarp)};
   }
+  __device__ int number() const { return warp * kWarp + lane; }
   __device__ int own_row() const { return warp * 8 + lane / 4; }  // whose weights it makes, if there is such a row
 };
 
@@ -149,19 +150,18 @@ struct RowState {
 // The lane's score i of its row is that with this key of the tile, and 2 (lane % 4) further.
 __device__ constexpr int key_of(int i) { return i / 2 * 8 + i % 2; }
 
-// Starts the copy of a tile, four rows a warp, eight lanes a row; rows without an offset become zeros.
+// Eight lanes copy the row of a key.
+__device__ inline int copied_key() { return Thread::again().number() / 8; }
+
+// Starts the copy of a tile; rows without an offset become zeros.
 __device__ inline void copy_tile(const char* layer, int64_t offset, unsigned char* tile) {
-  static_assert(kKeys / kWarps * 8 == kWarp && kRowBytes % 128 == 0);
-  const auto [warp, lane] = Thread::again();
-  unsigned char* const to = tile + (warp * (kKeys / kWarps) + lane / 8) * kStride + lane % 8 * 16;
-  const char* const from = layer + max(offset, int64_t{0}) + lane % 8 * 16;
+  static_assert(kKeys * 8 == kThreads && kRowBytes % 128 == 0);
+  const int part = Thread::again().lane % 8 * 16;
+  unsigned char* const to = tile + copied_key() * kStride + part;
+  const char* const from = layer + max(offset, int64_t{0}) + part;
   KDTREE_UNROLL
   for (int i = 0; i < kRowBytes / 128; ++i) copy_async_16(to + i * 128, from + i * 128, offset >= 0);
   commit_copies();
-}
-__device__ inline int copied_key() {
-  const auto [warp, lane] = Thread::again();
-  return warp * (kKeys / kWarps) + lane / 8;
 }
 
 // Scores of the warp's query rows with the tile over its share of the channels, handed out. own: those of rows 8 w to
