@@ -49,14 +49,14 @@ struct MlaAttentionBf16Args {
   float* lse;     // [M, heads] natural logarithm; may be NULL
   int heads;      // 16, 32, 64 or 128
   float scale;
-  int longest;        // the most keys any row may have (host bound for the grid: the capacity of the cache)
+  int longest;        // the most keys any row may have; the closer, the better the pass is cut
   int shared_memory;  // bytes that a block may take; 0: what the device allows. Changes no bit, as the next
-  int blocks;         // of the kernel, where there is work for so many; 0: what keeps a large device busy
+  int blocks;         // that run at a time; 0: as many as the device has multiprocessors
   void* workspace;
   size_t workspace_size;
 };
-// At most 256 MiB, unless 64 head rows need more. A pass takes less too, down to 64 head rows' worth: the same bits
-// from more launches.
+// At most 384 MiB, unless 64 head rows need more; 0 and a message on an error. A pass takes less too, down to 64 head
+// rows' worth: the same bits from more launches.
 size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest, int blocks = 0);
 kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& args, cudaStream_t stream);
 

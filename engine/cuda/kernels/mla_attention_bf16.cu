@@ -19,8 +19,7 @@ namespace kdtree {
 namespace mla_bf16 {
 namespace {
 
-constexpr int kEnoughBlocks = 128;  // a large device has 132 to 148 multiprocessors, which take a block each
-constexpr size_t kMostWorkspace = size_t{256} << 20;
+constexpr size_t kMostWorkspace = size_t{384} << 20;
 
 struct Shared {
   float factors[2][kMostRows];
@@ -278,11 +277,19 @@ __global__ void __launch_bounds__(kJoinThreads) mla_bf16_join_kernel(MlaAttentio
       narrow_pair(all.values.x / total, all.values.y / total), narrow_pair(all.values.z / total, all.values.w / total));
 }
 
-Plan plan_of(int64_t requests, int width, int heads, int longest, int blocks, size_t workspace) {
-  if (blocks <= 0) blocks = kEnoughBlocks;
+// blocks: that run at a time; 0: as many as the current device has multiprocessors.
+kdtree_status plan_pass(int64_t requests, int width, int heads, int longest, int blocks, size_t workspace, Plan* pass) {
+  if (blocks <= 0) {
+    int device = 0;
+    KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetDevice(&device), "cudaGetDevice"));
+    KDTREE_RETURN_IF_FAILED(
+        check_cuda(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device), "multiprocessors"));
+  }
   Plan plan{};
   const int64_t rows = static_cast<int64_t>(width) * heads, large_groups = requests * ceil_div(rows, kMostRows);
-  plan.spans = large_groups * ceil_div(longest, kSpan) >= blocks;
+  // Spans leave less to join; chunks fill the last of the blocks' rounds better.
+  const int64_t spans = large_groups * std::max(longest / kSpan, 1);
+  plan.spans = 5 * spans >= 4 * ceil_div(spans, blocks) * blocks;
   plan.parts = plan.parts_of(longest);
   if (!plan.spans && partial_bytes(kMostRows, plan.parts) > workspace) {
     plan.spans = true;
@@ -292,7 +299,12 @@ Plan plan_of(int64_t requests, int width, int heads, int longest, int blocks, si
   plan.groups = static_cast<int>(ceil_div(rows, plan.rows));
   plan.slice = static_cast<int>(std::min<int64_t>(
       requests * plan.groups, static_cast<int64_t>(workspace / partial_bytes(plan.rows, plan.parts))));
-  return plan;
+  if (plan.slice > 0) {
+    const int64_t groups = requests * plan.groups;
+    plan.slice = static_cast<int>(ceil_div(groups, ceil_div(groups, plan.slice)));
+  }
+  *pass = plan;
+  return KDTREE_OK;
 }
 
 template <int kRows, bool kAhead>
@@ -317,7 +329,8 @@ kdtree_status launch(const MlaAttentionBf16Args& a, Plan plan, cudaStream_t stre
 
 size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest, int blocks) {
   using namespace mla_bf16;
-  const Plan plan = plan_of(requests, width, heads, longest, blocks, kMostWorkspace);
+  Plan plan{};
+  if (plan_pass(requests, width, heads, longest, blocks, kMostWorkspace, &plan) != KDTREE_OK) return 0;
   return partial_bytes(plan.rows, plan.parts) * static_cast<size_t>(std::max(plan.slice, 1));
 }
 
@@ -330,7 +343,9 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t str
   if (arguments.failed()) return arguments.status();
   if (a.heads != 16 && a.heads != 32 && a.heads != 64 && a.heads != 128)
     return fail(KDTREE_SIZE, "mla_attention_bf16: heads is %d, it must be 16, 32, 64 or 128", a.heads);
-  const Plan plan = plan_of(a.rows.requests, a.rows.width, a.heads, a.longest, a.blocks, a.workspace_size);
+  Plan plan{};
+  KDTREE_RETURN_IF_FAILED(
+      plan_pass(a.rows.requests, a.rows.width, a.heads, a.longest, a.blocks, a.workspace_size, &plan));
   arguments.range("head rows", static_cast<int64_t>(a.rows.requests) * plan.groups * plan.rows, 1, INT32_MAX)
       .range("parts", plan.parts, 1, 65535)
       .range("row_bytes", a.cache.row_bytes, kRowBytes, kRowBytes)

@@ -66,10 +66,10 @@ How how(int i) {
 }
 constexpr int kHows = 6;
 
-// Blocks to ask for, for so many groups of 64 head rows.
+// Blocks to ask for, for so many groups of 64 head rows: one, more than there are spans, or more than there are chunks.
 int blocks_of(Cut cut, int groups, int longest) {
-  constexpr int kSpan = 2048;  // the first has several chunks
-  return cut == Cut::kSpans ? 1 : cut == Cut::kChunks ? groups * ((longest + kSpan - 1) / kSpan) + 1 : INT32_MAX;
+  constexpr int kSpan = 2048;
+  return cut == Cut::kSpans ? 1 : cut == Cut::kChunks ? 2 * groups * std::max(longest / kSpan, 1) : INT32_MAX;
 }
 
 // Several requests in one call.
