@@ -194,7 +194,12 @@ Problem alone(const Problem& p, int node) {
   return one;
 }
 
-double value(uint16_t bits) { return widen(bits); }
+double value(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
 
 // What the sums in double say, and how far bf16 may be off: every weight is rounded to 8 bits, which is at most 2^-9 of
 // it, and so is the result; the 576 products of a score are summed in float32, which moves its weight by some 600 2^-24
