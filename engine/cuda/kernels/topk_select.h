@@ -11,6 +11,9 @@
 
 namespace kdtree {
 
+// Outside of the templates, whose bodies a compiler for the host looks into.
+__device__ inline int bit_length(unsigned long long value) { return 64 - __clzll(static_cast<long long>(value)); }
+
 constexpr int kBins = 2048;
 constexpr int kMostInBin = 128;  // each is compared with all others of its bin
 
@@ -166,7 +169,7 @@ class Selector {
   class KeyBins {
    public:
     __device__ KeyBins(unsigned long long least, unsigned long long most)
-        : least_(least), shift_(max(0, 64 - __clzll(static_cast<long long>((most - least) | 1)) - 11)) {}
+        : least_(least), shift_(max(0, bit_length((most - least) | 1) - 11)) {}
     __device__ unsigned operator()(unsigned long long key) const {
       return static_cast<unsigned>((key - least_) >> shift_);
     }
