@@ -85,18 +85,18 @@ __global__ void __launch_bounds__(2 * kTileWarps * kWarp) linear_tile_kernel(Lin
   const int first_row = static_cast<int>(blockIdx.x) * tiling.rows();
   const int first_out = static_cast<int>(blockIdx.y) * kBlockOuts;
   const int rows = min(tiling.rows(), a.rows - first_row), outs = min(kBlockOuts, a.out - first_out);
-  const int stage_size = (tiling.rows() + kBlockOuts) * kStep;
+  const int stage_size = (tiling.rows() + kBlockOuts) * kWarpTerms;
   const float* const x = a.x + blockIdx.z * a.x_batch + first_row * a.x_stride;
   const float* const w = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out) * a.in;
 
-  const int steps = static_cast<int>(ceil_div(a.in, kStep));
+  const int steps = static_cast<int>(ceil_div(a.in, kWarpTerms));
   const auto copy = [&](int step) {
-    const int k = step * kStep + 4 * lane;
+    const int k = step * kWarpTerms + 4 * lane;
     if (step < steps && k < a.in) {
       float* const stage = stages + step % kStages * stage_size + 4 * lane;
-      for (int i = warp; i < rows; i += warp_count()) copy_async_16(stage + i * kStep, x + i * a.x_stride + k);
+      for (int i = warp; i < rows; i += warp_count()) copy_async_16(stage + i * kWarpTerms, x + i * a.x_stride + k);
       for (int i = warp; i < outs; i += warp_count())
-        copy_async_16(stage + (tiling.rows() + i) * kStep, w + static_cast<int64_t>(i) * a.in + k);
+        copy_async_16(stage + (tiling.rows() + i) * kWarpTerms, w + static_cast<int64_t>(i) * a.in + k);
     }
     commit_copies();
   };
@@ -109,16 +109,16 @@ __global__ void __launch_bounds__(2 * kTileWarps * kWarp) linear_tile_kernel(Lin
     wait_copies<kStages - 2>();
     __syncthreads();  // the step is there for all, and all are done with the stage that is filled next
     copy(step + kStages - 1);
-    if (step * kStep + 4 * lane >= a.in) continue;
+    if (step * kWarpTerms + 4 * lane >= a.in) continue;
     const float* const stage = stages + step % kStages * stage_size + 4 * lane;
     float4 weights[kOuts];
     KDTREE_UNROLL
     for (int n = 0; n < kOuts; ++n)
-      weights[n] = *reinterpret_cast<const float4*>(stage + (tiling.rows() + own_first_out + n) * kStep);
+      weights[n] = *reinterpret_cast<const float4*>(stage + (tiling.rows() + own_first_out + n) * kWarpTerms);
     KDTREE_UNROLL
     for (int m = 0; m < kTileRows; ++m) {
       if (m < own_rows) {
-        const float4 values = *reinterpret_cast<const float4*>(stage + (own_first_row + m) * kStep);
+        const float4 values = *reinterpret_cast<const float4*>(stage + (own_first_row + m) * kWarpTerms);
         KDTREE_UNROLL
         for (int n = 0; n < kOuts; ++n) sum[m * kOuts + n] = add_products(values, weights[n], 4, sum[m * kOuts + n]);
       }
@@ -141,7 +141,7 @@ kdtree_status launch_stream(const LinearArgs& a, cudaStream_t stream) {
 
 template <int kOuts, int kStages>
 kdtree_status launch_tile(const LinearArgs& a, const Tiling& tiling, cudaStream_t stream) {
-  const size_t bytes = sizeof(float) * kStages * static_cast<size_t>(tiling.rows() + kTileWarps * kOuts) * kStep;
+  const size_t bytes = sizeof(float) * kStages * static_cast<size_t>(tiling.rows() + kTileWarps * kOuts) * kWarpTerms;
   KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(linear_tile_kernel<kOuts, kStages>),
                                               "linear_tile_kernel", bytes));
   const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tiling.rows())),

@@ -10,7 +10,7 @@
 
 namespace kdtree {
 
-constexpr int kStep = 4 * kWarp;  // k of one j
+constexpr int kWarpTerms = 4 * kWarp;  // k that a warp takes at one j
 
 // sum + x[0] w[0] + ... + x[count-1] w[count-1]
 __device__ __forceinline__ float add_products(float4 x, float4 w, int count, float sum) {
@@ -26,11 +26,11 @@ __device__ __forceinline__ float add_products(float4 x, float4 w, int count, flo
 template <bool kVector, int kSteps, int kRows, int kOuts>
 __device__ __forceinline__ void add_terms_as(const float* const (&x)[kRows], int rows, const float* const (&w)[kOuts],
                                              int in, float (&sum)[kRows * kOuts]) {
-  for (int first = 4 * lane_id(); first < in; first += kSteps * kStep) {
+  for (int first = 4 * lane_id(); first < in; first += kSteps * kWarpTerms) {
     float4 weights[kSteps][kOuts];
     KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) {
-      const int k = first + s * kStep;
+      const int k = first + s * kWarpTerms;
       if (k < in) {
         KDTREE_UNROLL
         for (int n = 0; n < kOuts; ++n) weights[s][n] = load4(w[n] + k, in - k, kVector);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_terms_as(const float* const (&x)[kRows], int
     }
     KDTREE_UNROLL
     for (int s = 0; s < kSteps; ++s) {
-      const int k = first + s * kStep;
+      const int k = first + s * kWarpTerms;
       if (k < in) {
         KDTREE_UNROLL
         for (int m = 0; m < kRows; ++m) {

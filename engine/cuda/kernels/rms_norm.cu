@@ -6,19 +6,14 @@
 
 #include "common/block.h"
 #include "common/error.h"
+#include "common/launch.h"
 #include "kernels/layers.h"
 #include "kernels/vector4.h"
 
 namespace kdtree {
 namespace {
 
-constexpr int kMostThreads = 512;
-
-// Enough threads for four float4 each.
-int threads_for(int width) {
-  const int64_t warps = ceil_div(width, 16 * kWarp);
-  return kWarp * static_cast<int>(warps < kMostThreads / kWarp ? warps : kMostThreads / kWarp);
-}
+constexpr int kMostThreads = 512, kFloatsOfThread = 16;
 
 __device__ float add_squares(float4 v, float sum) {
   return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, fmaf(v.x, v.x, sum))));
@@ -61,8 +56,8 @@ kdtree_status rms_norm(const RmsNormArgs& a, cudaStream_t stream) {
       .array("y", a.y, sizeof(float));
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const bool vector = fours({a.x, a.weight, a.y}, {a.x_stride, a.y_stride, a.width});
-  KDTREE_LAUNCH(rms_norm_kernel, dim3(static_cast<unsigned>(a.rows)), dim3(static_cast<unsigned>(threads_for(a.width))),
-                0, stream, a, vector);
+  KDTREE_LAUNCH(rms_norm_kernel, dim3(static_cast<unsigned>(a.rows)),
+                threads_for(a.width, kFloatsOfThread, kMostThreads), 0, stream, a, vector);
   return check_launch("rms_norm_kernel");
 }
 

@@ -1,6 +1,7 @@
 // Rows moved and added: features, cache rows, residual sums. A thread for four neighbours.
 
 #include "common/error.h"
+#include "common/launch.h"
 #include "kernels/cache_row.h"
 #include "kernels/layers.h"
 #include "kernels/vector4.h"
@@ -45,12 +46,6 @@ __global__ void __launch_bounds__(kThreads) cache_write_kernel(Rows rows, const 
   copy_row(src + row * src_stride, to, cache.row_bytes / static_cast<int>(sizeof(float)), vector);
 }
 
-// Threads for a row of `width` floats.
-dim3 threads_for(int64_t width) {
-  const int64_t warps = ceil_div(width, 4 * kWarp);
-  return dim3(static_cast<unsigned>(warps * kWarp < kThreads ? warps * kWarp : kThreads));
-}
-
 }  // namespace
 
 kdtree_status add(const float* x, const float* z, float* y, int64_t count, cudaStream_t stream) {
@@ -75,7 +70,8 @@ kdtree_status copy_rows(const CopyRowsArgs& a, cudaStream_t stream) {
       .array("dst", a.dst, sizeof(float));
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const bool vector = fours({a.src, a.dst}, {a.src_stride, a.dst_stride, a.width});
-  KDTREE_LAUNCH(copy_rows_kernel, dim3(static_cast<unsigned>(a.rows)), threads_for(a.width), 0, stream, a, vector);
+  KDTREE_LAUNCH(copy_rows_kernel, dim3(static_cast<unsigned>(a.rows)), threads_for(a.width, 4, kThreads), 0, stream, a,
+                vector);
   return check_launch("copy_rows_kernel");
 }
 
@@ -109,8 +105,8 @@ kdtree_status cache_write(const Rows& rows, const float* src, int64_t src_stride
   const bool vector =
       fours({src, cache.base}, {src_stride, width, cache.row_stride / kFloat, cache.layer_stride / kFloat,
                                 contiguous ? cache.request_stride / kFloat : 0});
-  KDTREE_LAUNCH(cache_write_kernel, dim3(static_cast<unsigned>(rows.count())), threads_for(width), 0, stream, rows, src,
-                src_stride, cache, layer, vector);
+  KDTREE_LAUNCH(cache_write_kernel, dim3(static_cast<unsigned>(rows.count())), threads_for(width, 4, kThreads), 0,
+                stream, rows, src, src_stride, cache, layer, vector);
   return check_launch("cache_write_kernel");
 }
 

@@ -9,6 +9,7 @@
 // no rows. The accept stage reports both.
 
 #include "common/error.h"
+#include "common/launch.h"
 #include "kernels/choice_sample.h"
 #include "kernels/request.h"
 
@@ -102,11 +103,6 @@ bool in_range(int32_t requests, int32_t rows, int32_t vocab_size) {
          vocab_size >= 1;
 }
 
-// As many threads as have something to load, at most `most`.
-dim3 threads_for(int64_t loads, int most) {
-  return dim3(static_cast<unsigned>(round_up(static_cast<size_t>(loads < most ? loads : most), kWarp)));
-}
-
 template <typename T>
 kdtree_status launch(const kdtree_target_choice_args& a) {
   const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
@@ -114,14 +110,14 @@ kdtree_status launch(const kdtree_target_choice_args& a) {
   const int parts = parts_of_row(a.requests, a.rows, a.vocab_size);
   const int64_t groups = ceil_div(a.vocab_size, 16 / sizeof(T));
   KDTREE_LAUNCH((greedy_kernel<T>), dim3(static_cast<unsigned>(parts), rows, requests),
-                threads_for(ceil_div(groups, parts), kMostThreads), 0, stream, a);
+                threads_for(ceil_div(groups, parts), 1, kMostThreads), 0, stream, a);
   KDTREE_RETURN_IF_FAILED(check_launch("greedy_kernel"));
   if (parts > 1) {
     KDTREE_LAUNCH(merge_kernel, dim3(rows, requests), dim3(kWarp), 0, stream, a, parts);
     KDTREE_RETURN_IF_FAILED(check_launch("merge_kernel"));
   }
   if (a.temperatures == nullptr) return KDTREE_OK;
-  KDTREE_LAUNCH((sample_kernel<T>), dim3(rows, requests), threads_for(a.vocab_size, kSampleThreads), 0, stream, a);
+  KDTREE_LAUNCH((sample_kernel<T>), dim3(rows, requests), threads_for(a.vocab_size, 1, kSampleThreads), 0, stream, a);
   return check_launch("sample_kernel");
 }
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kMostThreads = 512;
 constexpr int kEmpty = -1;
-constexpr int kNoFault = 0x7fffffff;
+constexpr int kNoNode = 0x7fffffff;
 
 // A tree in shared memory, and a set of its nodes keyed by (parent, token).
 struct Tree {
@@ -45,14 +45,14 @@ struct Tree {
 
   __device__ bool siblings_alike(int a, int b) const { return parents[a] == parents[b] && tokens[a] == tokens[b]; }
 
-  // Adds `node`; returns the later one of it and an equal sibling found there, or kNoFault. The set keeps the earlier
+  // Adds `node`; returns the later one of it and an equal sibling found there, or kNoNode. The set keeps the earlier
   // one, so among three the second is always named by somebody.
   __device__ int add(int node) {
     unsigned slot =
         static_cast<unsigned>(parents[node]) * 0x9e3779b1u + static_cast<unsigned>(tokens[node]) * 0x85ebca77u;
     for (slot = (slot ^ slot >> 15) & (slots - 1);; slot = (slot + 1) & (slots - 1)) {
       const int found = atomicCAS(&set[slot], kEmpty, node);
-      if (found == kEmpty) return kNoFault;
+      if (found == kEmpty) return kNoNode;
       if (siblings_alike(found, node)) return max(atomicMin(&set[slot], node), node);
     }
   }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kMostThreads) tree_accept_kernel(kdtree_tree_a
     tree.successors[node] = kEmpty;
   }
   for (unsigned slot = thread; slot < tree.slots; slot += threads) tree.set[slot] = kEmpty;
-  if (thread == 0) first_fault = kNoFault;
+  if (thread == 0) first_fault = kNoNode;
   __syncthreads();
 
   for (int node = thread + 1; node <= count; node += threads) {
@@ -122,13 +122,13 @@ __global__ void __launch_bounds__(kMostThreads) tree_accept_kernel(kdtree_tree_a
       // Exchanged, for equal siblings write here together before they are refused.
       if (tree.tokens[node] == tree.choices[parent]) atomicExch(&tree.successors[parent], node);
     }
-    if (fault != kNoFault) atomicMin(&first_fault, fault);
+    if (fault != kNoNode) atomicMin(&first_fault, fault);
   }
   __syncthreads();
 
   if (thread >= kWarp) return;
   const int faulty = first_fault;
-  if (faulty == kNoFault) {
+  if (faulty == kNoNode) {
     walk(a, request, tree);
     return;
   }
