@@ -277,6 +277,27 @@ void check_edges() {
 TEST(edges_float32) { check_edges<float>(); }
 TEST(edges_bfloat16) { check_edges<uint16_t>(); }
 
+// Rows enough for the kernel that reads and selects in one: roughly normal ones, and one each that is normalised, all
+// equal and ascending.
+template <typename T>
+void check_many_rows() {
+  const int requests = check::tiny() ? 43 : 90, depths = 3, vocab_size = 2200;
+  for (const int k : {30, 300}) {
+    std::vector<float> rows = bell(static_cast<uint64_t>(k), static_cast<size_t>(requests) * depths * vocab_size);
+    double sum = 0;
+    for (int i = 0; i < vocab_size; ++i) sum += std::exp(static_cast<double>(rows[i]));
+    for (int i = 0; i < vocab_size; ++i) {
+      rows[i] -= static_cast<float>(std::log(sum));
+      rows[10 * vocab_size + i] = 2.5f;
+      rows[20 * vocab_size + i] = -5 + 25.f * i / vocab_size;
+    }
+    Call<T> call(requests, depths, vocab_size, k, vocab_size);
+    call.check(as<T>(rows), "k " + std::to_string(k));
+  }
+}
+TEST(many_rows_float32) { check_many_rows<float>(); }
+TEST(many_rows_bfloat16) { check_many_rows<uint16_t>(); }
+
 TEST(refused_logits) {
   const int vocab_size = 3000, k = 5;
   Call<float> call(3, 2, vocab_size, k, vocab_size);
