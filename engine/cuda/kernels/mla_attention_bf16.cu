@@ -163,7 +163,6 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
   KDTREE_UNROLL
   for (int turn = 0; turn < kStages - 1; ++turn) copy_tile(layer, offsets[turn], tile(turn));
   const auto copy_later = [&](int64_t offset) {
-    __syncwarp();  // all have taken the one before
     if (Thread::again().lane % 8 == 0) shared.offsets[copied_key()] = offset;
   };
   copy_later(offsets[kStages - 1]);
@@ -171,21 +170,20 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
   typename Shape::Query query;
   load_query<Shape>(a, work, query);
   typename Shape::Sums sums = {};
-  if (threadIdx.x < kRows) shared.chunk[threadIdx.x] = RowState();  // seen behind the barrier of the first turn
+  if (threadIdx.x < kRows) shared.chunk[threadIdx.x] = RowState();
   float scores[8];
-  if (kAhead) {
-    wait_copies<kStages - 2>();
-    __syncthreads();
-    if (!work.empty(0)) multiply_keys(query, tile(0), meeting(0), scores);
-  }
+  if (kAhead) wait_copies<kStages - 2>();
+  __syncthreads();
+  if (kAhead && !work.empty(0)) multiply_keys(query, tile(0), meeting(0), scores);
   for (int turn = 0; turn < work.turns; ++turn) {
+    // Looked up while others are still at the turn before.
+    const bool empty = work.empty(turn), follows = kAhead && turn + 1 < work.turns && !work.empty(turn + 1);
+    const int64_t offset = shared.offsets[copied_key()];
     wait_copies<kStages - 2 - kAhead>();
     __syncthreads();  // the tile is there, kAhead: the next; and nobody looks at the one before
-    copy_tile(layer, shared.offsets[copied_key()], tile(turn + kStages - 1));
-    const bool empty = work.empty(turn);
+    copy_tile(layer, offset, tile(turn + kStages - 1));
     bool moved = false;
     if (kAhead) {
-      const bool follows = turn + 1 < work.turns && !work.empty(turn + 1);
       KDTREE_UNROLL_BY(1)
       for (int i = 0; i < 2; ++i) {
         if (i == Thread::again().warp / kQuarters) {
