@@ -185,8 +185,8 @@ __device__ void write_tree(const Output& out, const Lists& lists, Scratch& s, co
 // What a block shares beside its dynamic memory.
 // Aligned as the dynamic memory behind it is: what the compiler adds up is then sizeof.
 struct alignas(128) BlockShared {
-  float level[kBins];  // of the estimate, as is the answer
-  int status[3];       // as an Outcome, which has a constructor
+  float level[kCostBins];  // of the estimate, as is the answer
+  int status[3];           // as an Outcome, which has a constructor
   ListFacts facts;
   unsigned totals[2][kWarp];  // of BlockScan
   Frontier frontier;
@@ -230,7 +230,7 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpac
   for (int tries = room >= kRoomy * budget ? 0 : 1; tries < kMostTries; ++tries) {
     if (tries == 1 && frontier.all_nodes > static_cast<float>(room))
       threshold = estimate(costs, depths, frontier.bound, 1.35f * static_cast<float>(budget),
-                           {reinterpret_cast<float (*)[2 * kBins]>(s.rest()), b.level, &b.answer});
+                           {reinterpret_cast<float (*)[2 * kCostBins]>(s.rest()), b.level, &b.answer});
     const Buckets buckets(threshold, Scratch::kBuckets);
     const int expanded = expand(costs, depths, threshold, room, s, buckets, scan);
     if (expanded >= wanted && expanded <= room) {
@@ -365,7 +365,7 @@ kdtree_status divide(const kdtree_tree_build_args& a, Division* division) {
 
   constexpr int kLeastBits = 3;
   const size_t fixed = scratch_bytes(threads_of(a.budget)), depths = static_cast<size_t>(a.depth_limit);
-  const size_t counts = depths * 2 * kBins * sizeof(float), set = sizeof(int) << set_bits(a.width);
+  const size_t counts = depths * 2 * kCostBins * sizeof(float), set = sizeof(int) << set_bits(a.width);
   const size_t members = static_cast<size_t>(room_of(a.budget)) * sizeof(uint16_t);
   const size_t row = RowSizes(a.budget, a.depth_limit).bytes();
   const auto near = [&](int bits) { return depths * sizeof(uint32_t) << bits; };

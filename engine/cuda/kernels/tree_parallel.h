@@ -170,8 +170,8 @@ __device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out)
 }
 
 struct EstimateSpace {
-  float (*counts)[2 * kBins];  // [depths] zeros, then how many entries lie in which bin
-  float* level;                // [kBins] aligned to 16 bytes
+  float (*counts)[2 * kCostBins];  // [depths] zeros, then how many entries lie in which bin
+  float* level;                    // [kCostBins] aligned to 16 bytes
   uint32_t* answer;
 };
 
@@ -181,25 +181,25 @@ template <bool kWhole>
 __device__ uint32_t estimate(const Costs<kWhole>& costs, int depths, uint32_t bound, float wanted,
                              const EstimateSpace& space) {
   const int lane = lane_id();
-  const float bin_cost = (static_cast<float>(bound) + 1) / kBins;
+  const float bin_cost = (static_cast<float>(bound) + 1) / kCostBins;
   for (int d = warp_id(); d < depths; d += warp_count()) {
     const float edge = (static_cast<float>(lane) + 0.5f) * bin_cost;  // bins are rounded to the nearest
     const int up_to = costs.up_to(d, edge < static_cast<float>(bound) ? static_cast<uint32_t>(edge) : bound);
     const int before = __shfl_up_sync(kAllLanes, up_to, 1);
     space.counts[d][lane] = 0;
-    space.counts[d][kBins + lane] = static_cast<float>(lane == 0 ? up_to : up_to - before);
+    space.counts[d][kCostBins + lane] = static_cast<float>(lane == 0 ? up_to : up_to - before);
   }
   __syncthreads();
   if (warp_id() == 0) {
-    float level = space.counts[0][kBins + lane], below = level;
+    float level = space.counts[0][kCostBins + lane], below = level;
     for (int d = 1; d < depths; ++d) {
       space.level[lane] = level;
       __syncwarp();
-      const float* const counts = &space.counts[d][kBins + lane];
+      const float* const counts = &space.counts[d][kCostBins + lane];
       const FourFloats* const parents = reinterpret_cast<const FourFloats*>(space.level);
       float sums[4] = {};
       KDTREE_UNROLL_BY(2)
-      for (int i = 0; i < kBins / 4; ++i) {
+      for (int i = 0; i < kCostBins / 4; ++i) {
         const FourFloats four = parents[i];
         KDTREE_UNROLL
         for (int j = 0; j < 4; ++j) sums[j] += four.of[j] * counts[-(4 * i + j)];

@@ -6,7 +6,7 @@
 
 namespace kdtree {
 
-constexpr int kBins = 32;                  // of the estimate of how many nodes lie below a cost: one a lane
+constexpr int kCostBins = 32;              // of the estimate of how many nodes lie below a cost: one a lane
 constexpr uint16_t kNone = 0xffff;         // no node
 constexpr size_t kMostShared = 96 * 1024;  // of a block: every architecture has as much
 
