@@ -13,7 +13,7 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// By every thread of the second kernel, before it touches device memory: waits for all that the first wrote.
+// By every thread of the second kernel, before it touches what the first writes: waits until the first is done.
 __device__ inline void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -15,7 +15,7 @@
 namespace kdtree {
 namespace {
 
-constexpr int kScanThreads = 128;
+constexpr int kScanThreads = 128, kClearThreads = 256;
 constexpr int kMostPrecise = 16;  // blocks of a row that share its precise sum
 constexpr int kManyRows = 128;    // from here on one block a row is enough for a precise sum
 constexpr int kStreamRounds = 2;  // chunks that a warp of the one kernel reads, if there are rows enough
@@ -97,11 +97,11 @@ __device__ Outcome find_fault(const Args& a, int request, int limit, const RowPl
   return {x != x ? KDTREE_REQUEST_NAN : KDTREE_REQUEST_INFINITE, depth + 1, static_cast<int>(id)};
 }
 
-// Whether this block is the last of its row's to be here, with what the others wrote visible.
-__device__ bool last_to_arrive(unsigned* arrived, bool* last) {
+// Whether this block is the last of the row's `blocks` to be here, with what the others wrote visible.
+__device__ bool last_to_arrive(unsigned* arrived, unsigned blocks, bool* last) {
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) *last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) *last = atomicAdd(arrived, 1u) == blocks - 1;
   __syncthreads();
   __threadfence();
   return *last;
@@ -126,7 +126,7 @@ __device__ void write_lists(const Args& a, const RowPlan& plan, const RowScratch
     }
     if (parts == 1)
       __syncthreads();
-    else if (!last_to_arrive(scratch.arrived + row, &s.last))
+    else if (!last_to_arrive(scratch.arrived + row, static_cast<unsigned>(parts), &s.last))
       return;
     if (warp_id() == 0) {
       const double logz = combine(sums, plan.chunks, peak);
@@ -161,8 +161,9 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 
     select_kernel(Args a, RowPlan plan, RowScratch scratch) {
   KDTREE_DYNAMIC_SHARED(memory);
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  const int part = static_cast<int>(blockIdx.x), depth = static_cast<int>(blockIdx.y);
-  const int request = static_cast<int>(blockIdx.z);
+  // Part 0 of all rows comes first: the others are seldom asked for more than to leave.
+  const int depth = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y);
+  const int part = static_cast<int>(blockIdx.z);
   const int64_t first_row = static_cast<int64_t>(request) * a.depth_limit, row = first_row + depth;
   s.selection.clear();
   if (threadIdx.x == 0) s.fault = ~0ull;
@@ -194,10 +195,16 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 
     return;
   }
   if (depth >= limit) return;
-  write_lists<T>(a, plan, scratch, row, part, static_cast<int>(gridDim.x), maxima, s);
+  write_lists<T>(a, plan, scratch, row, part, static_cast<int>(gridDim.z), maxima, s);
 }
 
-// Both in one, for many rows. scratch.arrived and finished are 0 at its start.
+__global__ void __launch_bounds__(kClearThreads) clear_kernel(unsigned* counters, int n) {
+  let_next_start();
+  const int i = static_cast<int>(blockIdx.x) * kClearThreads + static_cast<int>(threadIdx.x);
+  if (i < n) counters[i] = 0;
+}
+
+// Both in one, for many rows. Behind the clear_kernel of scratch.arrived and finished.
 template <typename T, typename Shared>
 __global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
     stream_kernel(Args a, RowPlan plan, RowScratch scratch) {
@@ -211,16 +218,21 @@ __global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
     const int limit = own_depth_limit(a, request);
     const Outcome outcome = outcome_without_logits(a, request, limit);
     if (outcome.failed() || limit == 0) {
+      wait_for_previous();
       const bool own = limit >= 0 && limit <= a.depth_limit;
       if (part == 0 && outcome.failed() && (!own || depth < limit)) write_refused(a, row);
       if (part == 0 && depth == 0 && threadIdx.x == 0) write_status(a.status, request, outcome);
       return;
     }
-    if (depth >= limit) return;
+    if (depth >= limit) {
+      wait_for_previous();
+      return;
+    }
   }
   scan_part(row_of<T>(a, row), static_cast<unsigned>(a.vocab_size), row, part, static_cast<int>(gridDim.x), plan,
             scratch);
-  if (!last_to_arrive(scratch.arrived + row, &s.last)) return;
+  wait_for_previous();  // not before: the counters are all it needs
+  if (!last_to_arrive(scratch.arrived + row, gridDim.x, &s.last)) return;
   typename Shared::Groups maxima;
   maxima.load(scratch.maxima + row * plan.row_groups, plan.groups);
   s.selection.clear();
@@ -288,7 +300,7 @@ kdtree_status launch_two(const Args& a, const RowPlan& plan, const RowScratch& s
                                               "kdtree_topk_logprob", sizeof(Shared)));
   const dim3 block(Shared::kThreads);
   if (rows == 0) {
-    KDTREE_LAUNCH((select_kernel<T, Shared>), dim3(1, 1, requests), block, sizeof(Shared), stream, a, plan, scratch);
+    KDTREE_LAUNCH((select_kernel<T, Shared>), dim3(1, requests, 1), block, sizeof(Shared), stream, a, plan, scratch);
     return check_launch("select_kernel");
   }
   int device = 0, multiprocessors = 0;
@@ -303,7 +315,7 @@ kdtree_status launch_two(const Args& a, const RowPlan& plan, const RowScratch& s
   KDTREE_RETURN_IF_FAILED(check_launch("scan_kernel"));
   const int parts =
       clamp(2 * multiprocessors / rows, 1, clamp(ceil_div(plan.chunks, Shared::kThreads / kWarp), 1, kMostPrecise));
-  return launch_behind("select_kernel", select_kernel<T, Shared>, dim3(static_cast<unsigned>(parts), depths, requests),
+  return launch_behind("select_kernel", select_kernel<T, Shared>, dim3(depths, requests, static_cast<unsigned>(parts)),
                        block, sizeof(Shared), stream, a, plan, scratch);
 }
 
@@ -313,15 +325,15 @@ kdtree_status launch_one(const Args& a, const RowPlan& plan, const RowScratch& s
   const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
   KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(stream_kernel<T, Shared>),
                                               "kdtree_topk_logprob", sizeof(Shared)));
-  KDTREE_RETURN_IF_FAILED(
-      check_cuda(cudaMemsetAsync(scratch.arrived, 0, static_cast<size_t>(rows + a.requests) * sizeof(unsigned), stream),
-                 "counters"));
+  const int counters = static_cast<int>(rows + a.requests);
+  KDTREE_LAUNCH(clear_kernel, dim3(static_cast<unsigned>(ceil_div(counters, kClearThreads))), dim3(kClearThreads), 0,
+                stream, scratch.arrived, counters);
+  KDTREE_RETURN_IF_FAILED(check_launch("clear_kernel"));
   const int64_t blocks = ceil_div(plan.chunks, kStreamRounds * Shared::kThreads / kWarp);
-  KDTREE_LAUNCH(
-      (stream_kernel<T, Shared>),
+  return launch_behind(
+      "stream_kernel", stream_kernel<T, Shared>,
       dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.depth_limit), static_cast<unsigned>(a.requests)),
       dim3(Shared::kThreads), sizeof(Shared), stream, a, plan, scratch);
-  return check_launch("stream_kernel");
 }
 
 template <typename T>
