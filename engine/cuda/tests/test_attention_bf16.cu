@@ -326,9 +326,10 @@ TEST(neighbours_slots_width_workspace_paging_and_the_device_change_no_bit) {
     changed([](How& how) { how.fewer_groups = 2; });
     for (const int block_size : {1, 16, 48}) changed([=](How& how) { how.block_size = block_size; });
     for (const int i : {0, 1, 5}) {
-      const std::vector<Result> both = run({&other, &p}, how(i));
-      same(p, base, both[1]);
-      same(other, run(other), both[0]);
+      const Problem nobody{heads, 5, {}, {}, {}};  // a request without rows
+      const std::vector<Result> all = run({&other, &nobody, &p}, how(i));
+      same(p, base, all[2]);
+      same(other, run(other), all[0]);
     }
 
     // The last row, moved to other slots of another tree.
