@@ -4,8 +4,8 @@
 // attention  MLA over L cached rows for N rows of a chain, 512 + 64 latents
 // Device time a call: the median over replays of a graph of calls, over inputs that do not fit the L2 cache together.
 #include <algorithm>
-#include <functional>
 
+#include "bench/times.h"
 #include "kernels/attention.h"
 #include "tests/check.h"
 #include "tests/random.h"
@@ -16,54 +16,9 @@ namespace {
 
 constexpr int kMostCalls = 10;
 
-int calls() { return check::tiny() ? 1 : kMostCalls; }
-int replays() { return check::tiny() ? 1 : 15; }
-
-struct Event {
-  cudaEvent_t event;
-  Event() { CHECK_CUDA(cudaEventCreate(&event)); }
-  ~Event() { (void)cudaEventDestroy(event); }
-};
-
-// Microseconds of one call; call(i, stream) is the i-th of calls().
+// Of one call, over as many as fit a test.
 double microseconds(const std::function<void(int, cudaStream_t)>& call) {
-  cudaStream_t stream;
-  CHECK_CUDA(cudaStreamCreate(&stream));
-  call(0, stream);  // what is loaded at the first call is loaded now
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  const auto all = [&] {
-    for (int i = 0; i < calls(); ++i) call(i, stream);
-  };
-#ifndef KDTREE_HOST
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  all();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-#endif
-  const Event first, last;
-  std::vector<double> times;
-  for (int i = 0; i < replays(); ++i) {
-    CHECK_CUDA(cudaEventRecord(first.event, stream));
-#ifdef KDTREE_HOST
-    all();
-#else
-    CHECK_CUDA(cudaGraphLaunch(replay, stream));
-#endif
-    CHECK_CUDA(cudaEventRecord(last.event, stream));
-    CHECK_CUDA(cudaEventSynchronize(last.event));
-    float milliseconds = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&milliseconds, first.event, last.event));
-    times.push_back(1000.0 * milliseconds / calls());
-  }
-#ifndef KDTREE_HOST
-  CHECK_CUDA(cudaGraphExecDestroy(replay));
-  CHECK_CUDA(cudaGraphDestroy(graph));
-#endif
-  CHECK_CUDA(cudaStreamDestroy(stream));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
+  return check::tiny() ? bench::microseconds(1, 1, call) : bench::microseconds(kMostCalls, 15, call);
 }
 
 // n floats of noise, repeated.

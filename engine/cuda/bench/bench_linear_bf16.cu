@@ -5,11 +5,11 @@
 // experts  a mixture of 64 experts, 8 a row, drawn independently: the same of the experts that any row chose
 // Device time a call: the median over replays of a graph of calls, over weights that do not fit the L2 cache together.
 #include <algorithm>
-#include <functional>
 #include <numeric>
 #include <random>
 #include <set>
 
+#include "bench/times.h"
 #include "kernels/experts_bf16.h"
 #include "kernels/linear_bf16.h"
 #include "tests/check.h"
@@ -26,53 +26,6 @@ namespace {
 constexpr int kLeastCalls = 10, kMostCalls = 256, kReplays = 15;
 constexpr double kCopyBytesPerUs = 4.3e6;           // an H200: read and written together
 constexpr size_t kWeightBytes = size_t{256} << 20;  // of a graph's calls: the L2 cache holds little of them
-
-struct Event {
-  cudaEvent_t event;
-  Event() { CHECK_CUDA(cudaEventCreate(&event)); }
-  ~Event() { (void)cudaEventDestroy(event); }
-};
-
-// Microseconds of one call; call(i, stream) is the i-th of `calls`.
-double microseconds(int calls, const std::function<void(int, cudaStream_t)>& call) {
-  cudaStream_t stream;
-  CHECK_CUDA(cudaStreamCreate(&stream));
-  call(0, stream);  // what is loaded at the first call is loaded now
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  const auto all = [&] {
-    for (int i = 0; i < calls; ++i) call(i, stream);
-  };
-#ifndef KDTREE_HOST
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  all();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-#endif
-  const Event first, last;
-  std::vector<double> times;
-  for (int i = 0; i < kReplays; ++i) {
-    CHECK_CUDA(cudaEventRecord(first.event, stream));
-#ifdef KDTREE_HOST
-    all();
-#else
-    CHECK_CUDA(cudaGraphLaunch(replay, stream));
-#endif
-    CHECK_CUDA(cudaEventRecord(last.event, stream));
-    CHECK_CUDA(cudaEventSynchronize(last.event));
-    float milliseconds = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&milliseconds, first.event, last.event));
-    times.push_back(1000.0 * milliseconds / calls);
-  }
-#ifndef KDTREE_HOST
-  CHECK_CUDA(cudaGraphExecDestroy(replay));
-  CHECK_CUDA(cudaGraphDestroy(graph));
-#endif
-  CHECK_CUDA(cudaStreamDestroy(stream));
-  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-  return times[kReplays / 2];
-}
 
 // n bf16 numbers of noise, repeated.
 check::Array<uint16_t> noise_on_device(size_t n) {
@@ -172,11 +125,11 @@ TEST(linear) {
         a.rows = m, a.out = shape.out, a.in = shape.in, a.batch = 1;
         return a;
       };
-      const double ours =
-          microseconds(calls, [&](int i, cudaStream_t stream) { CHECK_OK(linear_bf16(arguments(i), stream)); });
+      const double ours = bench::microseconds(
+          calls, kReplays, [&](int i, cudaStream_t stream) { CHECK_OK(linear_bf16(arguments(i), stream)); });
       double peer = 0;
 #ifndef KDTREE_HOST
-      peer = microseconds(calls, [&](int i, cudaStream_t stream) { cublas(arguments(i), stream); });
+      peer = bench::microseconds(calls, kReplays, [&](int i, cudaStream_t stream) { cublas(arguments(i), stream); });
 #endif
       const double rate = static_cast<double>(bytes) / ours;
       std::printf("%6d %6d %5d %9.1f %10.1f %12.2f %8.0f %5.0f%% %8.1f\n", shape.in, shape.out, m, ours, peer,
@@ -219,7 +172,8 @@ TEST(experts) {
     a.gate_up = device_gate_up_of.get(), a.down = device_down_of.get();
     a.rows = m, a.hidden = hidden, a.width = width, a.experts = experts, a.chosen = chosen;
     a.workspace = workspace.get(), a.workspace_size = workspace.bytes();
-    const double time = microseconds(kLeastCalls, [&](int, cudaStream_t stream) { CHECK_OK(experts_bf16(a, stream)); });
+    const double time = bench::microseconds(kLeastCalls, kReplays,
+                                            [&](int, cudaStream_t stream) { CHECK_OK(experts_bf16(a, stream)); });
     const double rate = 3.0 * sizeof(uint16_t) * static_cast<double>(each * touched) / time;
     std::printf("%5d %8zu %9.1f %8.0f %5.0f%%\n", m, touched, time, 1e-3 * rate, 100 * rate / kCopyBytesPerUs);
     std::fflush(stdout);

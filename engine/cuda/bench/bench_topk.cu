@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "bench/times.h"
 #include "tests/check.h"
 #include "tests/random.h"
 
@@ -15,51 +16,9 @@ namespace {
 
 constexpr int kDepth = 7, kReplays = 15;
 
-struct Event {
-  cudaEvent_t event;
-  Event() { CHECK_CUDA(cudaEventCreate(&event)); }
-  ~Event() { (void)cudaEventDestroy(event); }
-};
-
-// Microseconds of one of `calls` calls.
+// Device time of one of `calls` calls in microseconds.
 double microseconds(int calls, const std::function<void(cudaStream_t)>& call) {
-  cudaStream_t stream;
-  CHECK_CUDA(cudaStreamCreate(&stream));
-  call(stream);  // what is loaded at the first call is loaded now
-  CHECK_CUDA(cudaStreamSynchronize(stream));
-  const auto all = [&] {
-    for (int i = 0; i < calls; ++i) call(stream);
-  };
-#ifndef KDTREE_HOST
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  all();
-  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-  CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-#endif
-  const Event first, last;
-  std::vector<double> times;
-  for (int i = 0; i < (check::tiny() ? 1 : kReplays); ++i) {
-    CHECK_CUDA(cudaEventRecord(first.event, stream));
-#ifdef KDTREE_HOST
-    all();
-#else
-    CHECK_CUDA(cudaGraphLaunch(replay, stream));
-#endif
-    CHECK_CUDA(cudaEventRecord(last.event, stream));
-    CHECK_CUDA(cudaEventSynchronize(last.event));
-    float milliseconds = 0;
-    CHECK_CUDA(cudaEventElapsedTime(&milliseconds, first.event, last.event));
-    times.push_back(1000.0 * milliseconds / calls);
-  }
-#ifndef KDTREE_HOST
-  CHECK_CUDA(cudaGraphExecDestroy(replay));
-  CHECK_CUDA(cudaGraphDestroy(graph));
-#endif
-  CHECK_CUDA(cudaStreamDestroy(stream));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
+  return bench::microseconds(calls, check::tiny() ? 1 : kReplays, [&](int, cudaStream_t stream) { call(stream); });
 }
 
 constexpr int kReadThreads = 512, kReadLoads = 8;
