@@ -111,7 +111,7 @@ struct Call {
 };
 
 template <typename T>
-void bench(const char* name) {
+void measure(const char* name) {
   const int vocab_size = check::tiny() ? 3000 : 163840, calls = check::tiny() ? 1 : 10;
   const std::vector<int> batches = check::tiny() ? std::vector<int>{1, 40} : std::vector<int>{1, 8, 64, 256};
   const std::vector<int> lengths = check::tiny() ? std::vector<int>{16, 300} : std::vector<int>{64, 1024};
@@ -152,5 +152,5 @@ void bench(const char* name) {
 
 }  // namespace
 
-TEST(float32) { bench<float>("float32"); }
-TEST(bfloat16) { bench<uint16_t>("bfloat16"); }
+TEST(float32) { measure<float>("float32"); }
+TEST(bfloat16) { measure<uint16_t>("bfloat16"); }
