@@ -8,8 +8,8 @@
 // expert's weights once; tiles of one expert follow each other in the grid, so that a second one finds them in L2.
 // The grid is for as many tiles as there could be: what is not needed ends at once.
 
-#include "common/block.h"
 #include "common/error.h"
+#include "kernels/experts_group.h"
 #include "kernels/layers.h"
 #include "kernels/linear_order.h"
 #include "kernels/swiglu.h"
@@ -17,22 +17,15 @@
 namespace kdtree {
 namespace {
 
-constexpr int kMostExperts = 512;
-constexpr int kMostChosen = 32;
 constexpr int kTileRows = 8;
 constexpr int kOuts = 4;
 constexpr int kWarps = 4;
-constexpr int kGroupWarps = kMostExperts / kWarp;  // a thread for an expert
 constexpr int kCombineThreads = 128;
-
-struct Tile {
-  int32_t expert, first, rows;  // pairs order[first..first+rows-1]
-};
 
 // The workspace.
 struct Scratch {
   int32_t* tile_count;  // [1]
-  Tile* tiles;          // [most_tiles]
+  ExpertTile* tiles;    // [most_expert_tiles]
   int32_t* order;       // [pairs] row * chosen + slot, grouped by expert
   float* mid;           // [pairs, width]
   float* out;           // [pairs, hidden]
@@ -41,9 +34,7 @@ struct Scratch {
 
   Scratch(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
     const int64_t pairs = static_cast<int64_t>(rows) * chosen;
-    // A pair starts a tile at the latest when eight of its expert are before it, or when it is its expert's first.
-    const int64_t full = pairs / kTileRows + (experts < pairs ? experts : pairs);
-    most_tiles = full < pairs ? full : pairs;
+    most_tiles = most_expert_tiles(pairs, experts, kTileRows);
     unsigned char* const base = static_cast<unsigned char*>(workspace);
     bytes = 0;
     const auto take = [&](size_t size) {
@@ -52,7 +43,7 @@ struct Scratch {
       return place;
     };
     tile_count = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
-    tiles = reinterpret_cast<Tile*>(take(sizeof(Tile) * static_cast<size_t>(most_tiles)));
+    tiles = reinterpret_cast<ExpertTile*>(take(sizeof(ExpertTile) * static_cast<size_t>(most_tiles)));
     order = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * static_cast<size_t>(pairs)));
     mid = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * width));
     out = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * hidden));
@@ -67,71 +58,22 @@ struct Problem {
   __device__ bool used(int row) const { return a.rows_used == nullptr || rows.used(row); }
 };
 
-// Adds pairs begin..end-1 to counts [experts], in their order, by one warp. order: the place of each is what its
-// expert's count was; NULL: they are only counted.
-__device__ void count_pairs(const Problem& p, int begin, int end, int* counts, int32_t* order) {
-  for (int first = begin; first < end; first += kWarp) {
-    const int pair = first + lane_id();
-    const bool counted = pair < end && p.used(pair / p.a.chosen);
-    const int expert = counted ? p.a.ids[pair] : -1;
-    const unsigned same = __match_any_sync(kAllLanes, expert);
-    const int leader = __ffs(static_cast<int>(same)) - 1;
-    int place = 0;
-    if (counted && lane_id() == leader) {
-      place = counts[expert];
-      counts[expert] = place + __popc(same);
-    }
-    place = __shfl_sync(kAllLanes, place, leader) + __popc(same & ((1u << lane_id()) - 1));
-    if (order != nullptr && counted) order[place] = pair;
-    __syncwarp();
-  }
-}
-
-// Each warp counts and later places the pairs of its own stretch.
 __global__ void __launch_bounds__(kGroupWarps* kWarp) experts_group_kernel(Problem p) {
-  __shared__ int counts[kGroupWarps][kMostExperts];  // of each warp's stretch; then where its next pair goes
-  __shared__ unsigned totals[2][kWarp];
-  BlockScan scan(totals);
-  const int warp = warp_id(), expert = static_cast<int>(threadIdx.x);
-  const int pairs = p.a.rows * p.a.chosen;
-  const int stretch = static_cast<int>(ceil_div(ceil_div(pairs, kGroupWarps), kWarp)) * kWarp;
-  const int begin = min(warp * stretch, pairs), end = min(begin + stretch, pairs);
-  for (int w = 0; w < kGroupWarps; ++w) counts[w][expert] = 0;
-  __syncthreads();
-
-  count_pairs(p, begin, end, counts[warp], nullptr);
-  __syncthreads();
-
-  int count = 0;
-  for (int w = 0; w < kGroupWarps; ++w) count += counts[w][expert];
-  const Scanned place = scan(static_cast<unsigned>(count));
-  int next = static_cast<int>(place.before);
-  for (int w = 0; w < kGroupWarps; ++w) {
-    const int here = counts[w][expert];
-    counts[w][expert] = next;
-    next += here;
-  }
-  const Scanned tile = scan(static_cast<unsigned>(ceil_div(count, kTileRows)));
-  for (int i = 0; i * kTileRows < count; ++i) {
-    const int first = static_cast<int>(place.before) + i * kTileRows;
-    p.scratch.tiles[tile.before + static_cast<unsigned>(i)] = {expert, first, min(kTileRows, count - i * kTileRows)};
-  }
-  if (threadIdx.x == 0) *p.scratch.tile_count = static_cast<int>(tile.total);
-  __syncthreads();
-
-  count_pairs(p, begin, end, counts[warp], p.scratch.order);
+  const Scratch& s = p.scratch;
+  group_expert_pairs({p.a.ids, p.a.rows_used == nullptr ? nullptr : &p.rows, p.a.rows, p.a.chosen, kTileRows,
+                      s.tile_count, s.tiles, s.order});
 }
 
 // Tile of this block; rows 0 past the last one.
-__device__ Tile own_tile(const Scratch& scratch) {
+__device__ ExpertTile own_tile(const Scratch& scratch) {
   const int index = static_cast<int>(blockIdx.x);
-  return index < *scratch.tile_count ? scratch.tiles[index] : Tile{0, 0, 0};
+  return index < *scratch.tile_count ? scratch.tiles[index] : ExpertTile{0, 0, 0};
 }
 
 // kRows: the most rows of a tile.
 template <int kRows>
 __global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem p) {
-  const Tile tile = own_tile(p.scratch);
+  const ExpertTile tile = own_tile(p.scratch);
   const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * (kOuts / 2);
   if (tile.rows == 0 || first_out >= p.a.width) return;
   const int outs = min(kOuts / 2, p.a.width - first_out);
@@ -159,7 +101,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem 
 
 template <int kRows>
 __global__ void __launch_bounds__(kWarps* kWarp) experts_down_kernel(Problem p) {
-  const Tile tile = own_tile(p.scratch);
+  const ExpertTile tile = own_tile(p.scratch);
   const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * kOuts;
   if (tile.rows == 0 || first_out >= p.a.hidden) return;
   const int outs = min(kOuts, p.a.hidden - first_out);
