@@ -109,7 +109,8 @@ def test_other_programs(program: str) -> None:
 @pytest.mark.gpu
 @for_each(PROGRAMS)
 def test_on_the_device(program: str, test: Source) -> None:
-    check_passed([program], TINY if test.stage == "bench" else {})
+    watched = os.environ.get("KDTREE_TINY") == "1"  # by a sanitizer
+    check_passed([program], TINY if watched or test.stage == "bench" else {})
 
 
 @pytest.mark.nvcc
