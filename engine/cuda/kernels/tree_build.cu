@@ -29,6 +29,11 @@ struct Scores {
   double unit;           // of the parallel one: the score of a cost of 1
 };
 
+// What the caller says of node 0.
+struct Root {
+  int token, position;
+};
+
 struct Output {
   const kdtree_tree_build_args& a;
   size_t request;
@@ -82,14 +87,13 @@ __device__ int next_sibling(Scratch& s, const Found& found, int index) {
 // Node i of the request, or the filler.
 template <typename Scratch>
 __device__ void write_node(const Output& out, const Lists& lists, Scratch& s, const Found& found, const Scores& scores,
-                           int i) {
+                           const Root& root, int i) {
   const kdtree_tree_build_args& a = out.a;
-  const int32_t prefix = a.prefix_lengths != nullptr ? a.prefix_lengths[out.request] : 0;
   int token = 0, parent = -1, depth = 0, rank = 0, position = 0, child = -1, sibling = -1;
   double score = 0;
   if (i == 0) {
-    token = a.root_tokens != nullptr ? a.root_tokens[out.request] : 0;
-    position = prefix;
+    token = root.token;
+    position = root.position;
     if (found.count > 0) child = first_child(s, found, kNone);
   } else if (i <= found.count) {
     const int node = s.order[i - 1], d = s.depths[node];
@@ -97,7 +101,7 @@ __device__ void write_node(const Output& out, const Lists& lists, Scratch& s, co
     token = lists.id(d, rank);
     parent = node_of(s, found, s.parents[node]);
     depth = d + 1;
-    position = prefix + depth;
+    position = root.position + depth;
     score = score_of(lists, s, found, scores, node);
     if (a.first_child != nullptr) {
       child = first_child(s, found, node);
@@ -116,69 +120,87 @@ __device__ void write_node(const Output& out, const Lists& lists, Scratch& s, co
   }
 }
 
-// What one row of the output takes in shared memory on its way: visibility words and steps of the path.
-struct RowSizes {
-  int words, columns;
-
-  __host__ __device__ RowSizes(int budget, int depth_limit) : words(budget / 32 + 1), columns(depth_limit + 1) {}
-  __host__ __device__ size_t bytes() const { return words * sizeof(uint32_t) + columns * sizeof(uint16_t); }
-};
-
-// Visibility words and path (kNone behind its end) of node i, in one walk to the root. Numbers fall on the way, so a
-// word is complete when the walk leaves it.
-template <typename Scratch>
-__device__ void walk_up(Scratch& s, const Found& found, const RowSizes& sizes, int i, uint32_t* words, uint16_t* path) {
-  const bool there = i <= found.count;
-  const int node = there && i > 0 ? s.order[i - 1] : kNone;
-  int d = node == kNone ? 0 : s.depths[node] + 1, word = there ? i / 32 : 0;
-  uint32_t bits = there ? 1u << i % 32 : 0;
+// Stores value(i), 32 bits, to to[i] for all i below count: 16 bytes a thread as far as they are aligned.
+template <typename F>
+__device__ void store_all(uint32_t* to, int count, const F& value) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(to) / sizeof(uint32_t) % 4);
+  const int head = min(count, (4 - odd) % 4), fours = (count - head) / 4, tail = head + 4 * fours;
+  Four* const wide = reinterpret_cast<Four*>(to + head);
   KDTREE_UNROLL_BY(1)
-  for (int w = sizes.words - 1; w > word; --w) words[w] = 0;
-  KDTREE_UNROLL_BY(1)
-  for (int step = sizes.columns - 1; step > d; --step) path[step] = kNone;
-  path[d] = there ? static_cast<uint16_t>(i) : kNone;
-  KDTREE_UNROLL_BY(1)
-  for (int up = node; d > 0; --d) {
-    up = s.parents[up];
-    const int number = up == kNone ? 0 : s.places[up] + 1;
-    path[d - 1] = static_cast<uint16_t>(number);
-    KDTREE_UNROLL_BY(1)
-    for (; word > number / 32; --word, bits = 0) words[word] = bits;
-    bits |= 1u << number % 32;
+  for (int i = thread; i < fours; i += threads) {
+    Four four;
+    KDTREE_UNROLL
+    for (int j = 0; j < 4; ++j) four.of[j] = value(head + 4 * i + j);
+    wide[i] = four;
   }
-  words[0] = bits;
+  if (thread >= head + count - tail) return;
+  const int i = thread < head ? thread : tail + thread - head;
+  to[i] = value(i);
 }
 
-// All arrays with a row for every node. Thread by thread, a walk would write far apart: visibility and paths are laid
-// out in `space` and leave it side by side, as many rows at a time as fit.
+__host__ __device__ constexpr int visibility_words(int budget) { return budget / 32 + 1; }
+
+// What the path of a node takes in shared memory on its way.
+__host__ __device__ constexpr size_t path_bytes(int depth_limit) {
+  return (static_cast<size_t>(depth_limit) + 1) * sizeof(uint16_t);
+}
+
+// Path of node i (kNone behind its end), and those of its visibility words that are not 0. Numbers fall on the way to
+// the root, so a word is complete when the walk leaves it.
+template <typename Scratch>
+__device__ void walk_up(Scratch& s, const Found& found, int i, int columns, uint16_t* path, uint32_t* words) {
+  const bool there = i <= found.count;
+  int up = there && i > 0 ? s.order[i - 1] : kNone, word = i / 32;
+  uint32_t bits = 0;
+  const int depth = up == kNone ? 0 : s.depths[up] + 1;
+  KDTREE_UNROLL_BY(1)
+  for (int d = columns - 1; d > depth; --d) path[d] = kNone;
+  path[0] = there ? 0 : kNone;
+  KDTREE_UNROLL_BY(1)
+  for (int d = depth; d > 0; --d) {
+    const int number = s.places[up] + 1;
+    up = s.parents[up];
+    path[d] = static_cast<uint16_t>(number);
+    if (number / 32 != word) {
+      if (words != nullptr) words[word] = bits;
+      word = number / 32;
+      bits = 0;
+    }
+    bits |= 1u << number % 32;
+  }
+  if (!there || words == nullptr) return;
+  if (word > 0) {
+    words[word] = bits;
+    bits = 0;
+  }
+  words[0] = bits | 1u;
+}
+
+// All arrays with a row for every node; visibility holds zeros. Thread by thread, paths would be written far apart:
+// they are laid out in `space` and leave it side by side, as many rows at a time as fit. With few nodes other warps
+// walk than write nodes.
 template <typename Scratch>
 __device__ void write_tree(const Output& out, const Lists& lists, Scratch& s, const Found& found, const Scores& scores,
-                           unsigned char* space, size_t bytes) {
+                           const Root& root, unsigned char* space, size_t bytes) {
   const kdtree_tree_build_args& a = out.a;
   const int rows = static_cast<int>(out.rows), threads = static_cast<int>(blockDim.x);
-  const RowSizes sizes(a.budget, a.depth_limit);
-  uint32_t* const visibility = out.block(a.visibility, sizes.words);
-  int32_t* const paths = out.block(a.paths, sizes.columns);
-  const int at_once = min(rows, static_cast<int>(bytes) / static_cast<int>(sizes.bytes()));
-  uint32_t* const words = reinterpret_cast<uint32_t*>(space);
-  uint16_t* const steps = reinterpret_cast<uint16_t*>(words + at_once * sizes.words);
+  const int thread = static_cast<int>(threadIdx.x), columns = a.depth_limit + 1, words = visibility_words(a.budget);
+  uint32_t* const visibility = out.block(a.visibility, words);
+  int32_t* const paths = out.block(a.paths, columns);
+  const int at_once = min(rows, static_cast<int>(bytes / path_bytes(a.depth_limit)));
+  uint16_t* const steps = reinterpret_cast<uint16_t*>(space);
+  for (int i = thread; i < rows; i += threads) write_node(out, lists, s, found, scores, root, i);
   for (int first = 0; first < rows; first += at_once) {
     const int some = min(at_once, rows - first);
-    const int walks = (some + kWarp - 1) / kWarp * kWarp;  // from here on: what one warp does is of one kind
     if (first > 0) __syncthreads();
-    for (int i = threadIdx.x; i < walks + some; i += threads) {
-      const int row = i < walks ? i : i - walks;
-      if (i >= walks)
-        walk_up(s, found, sizes, first + row, words + row * sizes.words, steps + row * sizes.columns);
-      else if (row < some)
-        write_node(out, lists, s, found, scores, first + row);
-    }
+    for (int i = threads - 1 - thread; i < some; i += threads)
+      walk_up(s, found, first + i, columns, steps + i * columns,
+              visibility == nullptr ? nullptr : visibility + static_cast<size_t>(first + i) * words);
     __syncthreads();
-    if (visibility != nullptr)
-      for (int i = threadIdx.x; i < some * sizes.words; i += threads) visibility[first * sizes.words + i] = words[i];
     if (paths != nullptr)
-      for (int i = threadIdx.x; i < some * sizes.columns; i += threads)
-        paths[first * sizes.columns + i] = steps[i] == kNone ? -1 : steps[i];
+      store_all(reinterpret_cast<uint32_t*>(paths + first * columns), some * columns,
+                [&](int i) { return steps[i] == kNone ? 0xffffffffu : static_cast<uint32_t>(steps[i]); });
   }
 }
 
@@ -192,6 +214,7 @@ struct alignas(128) BlockShared {
   Frontier frontier;
   uint32_t answer;
   int serial_count;
+  Root root;
 
   __device__ void keep(const Outcome& outcome) {
     status[0] = outcome.code;
@@ -232,7 +255,7 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpac
       threshold = estimate(costs, depths, frontier.bound, 1.35f * static_cast<float>(budget),
                            {reinterpret_cast<float (*)[2 * kCostBins]>(s.rest()), b.level, &b.answer});
     const Buckets buckets(threshold, Scratch::kBuckets);
-    const int expanded = expand(costs, depths, threshold, room, s, buckets, scan);
+    const int expanded = expand(costs, depths, threshold, room, s, scan);
     if (expanded >= wanted && expanded <= room) {
       rank(s, expanded, wanted, buckets, reinterpret_cast<uint16_t*>(s.rest()), scan);
       found.count = wanted;
@@ -277,12 +300,25 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
                         a.checked != 0 ? nullptr : reinterpret_cast<int*>(shared), division.set_rows,
                         division.set_bits};
   const int reach = min(budget, a.width);
+  const Output out{a, static_cast<size_t>(request)};
+  const auto prepare = [&] {  // what needs no list
+    block.frontier.prepare(thread, budget);
+    if (thread == kThreads - 1)
+      block.root = {a.root_tokens != nullptr ? a.root_tokens[request] : 0,
+                    a.prefix_lengths != nullptr ? a.prefix_lengths[request] : 0};
+    const int words = visibility_words(a.budget);
+    if (a.visibility != nullptr)
+      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, [](int) { return 0u; });
+  };
   if (lists.depths > 0) {
-    read_lists(lists, reach, a.vocab_size, space, &facts, [&] { block.frontier.prepare(thread, budget); });
+    read_lists(lists, reach, a.vocab_size, space, &facts, prepare);
     failed = facts.fault != kNoFault;
     if (failed && thread == 0)
       block.keep({static_cast<int>(facts.fault & 15u), static_cast<int>(facts.fault >> 16) + 1,
                   static_cast<int>(facts.fault >> 4 & 0xfffu)});
+  } else {
+    prepare();
+    __syncthreads();
   }
 
   TreeScratch<kThreads>& scratch = *reinterpret_cast<TreeScratch<kThreads>*>(shared);
@@ -304,10 +340,9 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
     }
   }
 
-  const Output out{a, static_cast<size_t>(request)};
   const size_t kept = sizeof(scratch) + (found.route == KDTREE_ROUTE_SERIAL ? serial_bytes(a.budget) : 0);
   const double unit = found.route == KDTREE_ROUTE_PARALLEL ? -power_of_two(facts.unit_bit()) : 0;
-  write_tree(out, lists, scratch, found, {serial.scores, unit}, shared + kept, division.bytes - kept);
+  write_tree(out, lists, scratch, found, {serial.scores, unit}, block.root, shared + kept, division.bytes - kept);
   if (thread == 0) {
     a.node_count[request] = found.count;
     if (a.route != nullptr) a.route[request] = found.route;
@@ -367,7 +402,7 @@ kdtree_status divide(const kdtree_tree_build_args& a, Division* division) {
   const size_t fixed = scratch_bytes(threads_of(a.budget)), depths = static_cast<size_t>(a.depth_limit);
   const size_t counts = depths * 2 * kCostBins * sizeof(float), set = sizeof(int) << set_bits(a.width);
   const size_t members = static_cast<size_t>(room_of(a.budget)) * sizeof(uint16_t);
-  const size_t row = RowSizes(a.budget, a.depth_limit).bytes();
+  const size_t row = path_bytes(a.depth_limit);
   const auto near = [&](int bits) { return depths * sizeof(uint32_t) << bits; };
   // With so many sets and rows of output at a time. What else lies there goes by turns.
   const auto bytes = [&](int near_bits, size_t sets, size_t rows) {

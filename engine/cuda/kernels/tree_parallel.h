@@ -130,38 +130,47 @@ struct Frontier {
 
 // The best w ranks at each of m levels in a row make w^m nodes: with w^m >= B the dearest of them bounds the cost of
 // the B-th node. All m are tried, by a warp each, and all first levels, by a lane each; with fewer than B nodes in all,
-// the dearest of all is the bound. Returns the rows before the first empty one.
+// the dearest of all is the bound. Lane d reads row d and the others ask it. Returns the rows before the first empty
+// one.
 template <bool kWhole>
 __device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out) {
   const int lane = lane_id();
-  const bool empty = lane >= costs.lists.depths || costs.lengths[lane] == 0;
-  const int depths = __ffs(static_cast<int>(__ballot_sync(kAllLanes, empty))) - 1;
+  const int length = lane < costs.lists.depths ? costs.lengths[lane] : 0;
+  const int depths = __ffs(static_cast<int>(__ballot_sync(kAllLanes, length == 0))) - 1;
+  const bool here = lane < depths;
+  uint32_t above = here ? costs(lane, 0) : 0;  // cost of the best path to this row, then to the row before
+  for (int step = 1; step < kWarp; step *= 2) {
+    const uint32_t other = __shfl_up_sync(kAllLanes, above, step);
+    if (lane >= step) above = add_costs(above, other);
+  }
+  above = __shfl_up_sync(kAllLanes, above, 1);
+  if (lane == 0) above = 0;
   for (int levels = warp_id() + 1; levels <= min(kMostLevels, depths); levels += warp_count()) {
-    const int wide = out->roots[levels - 1];
-    float nodes = 1;
-    uint32_t cost = 0;
-    KDTREE_UNROLL_BY((kWhole ? 4 : 1))
-    for (int d = 0; d < depths; ++d) {
-      if (d >= lane + levels) continue;
-      const int ranks = d < lane ? 1 : min(wide, costs.lengths[d]);
-      nodes *= static_cast<float>(ranks);
-      cost = add_costs(cost, costs(d, ranks - 1));
+    const int ranks = here ? min(out->roots[levels - 1], length) : 0;  // 0 behind the end, where no node is
+    const uint32_t dearest = here ? costs(lane, ranks - 1) : 0;
+    float nodes = static_cast<float>(ranks);
+    uint32_t cost = add_costs(above, dearest);
+    KDTREE_UNROLL_BY(4)
+    for (int l = 1; l < levels; ++l) {
+      nodes *= static_cast<float>(__shfl_down_sync(kAllLanes, ranks, l));
+      cost = add_costs(cost, __shfl_down_sync(kAllLanes, dearest, l));
     }
-    if (lane + levels > depths || nodes < static_cast<float>(budget)) cost = kTooDear;
+    if (nodes < static_cast<float>(budget)) cost = kTooDear;
     cost = __reduce_min_sync(kAllLanes, cost);
     if (lane == 0) atomicMin(&out->bound, cost);
   }
   if (warp_id() == warp_count() - 1) {
-    float level = 1, all = 0;
-    uint32_t dearest = 0;
-    KDTREE_UNROLL_BY((kWhole ? 4 : 1))
-    for (int d = 0; d < depths; ++d) {
-      level = fminf(level * static_cast<float>(costs.lengths[d]), 1e9f);
-      all = fminf(all + level, 1e9f);
-      dearest = add_costs(dearest, costs(d, costs.lengths[d] - 1));
+    float level = here ? static_cast<float>(length) : 1;
+    uint32_t dearest = here ? costs(lane, length - 1) : 0;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const float other = __shfl_up_sync(kAllLanes, level, step);
+      if (lane >= step) level = fminf(level * other, 1e9f);
+      dearest = add_costs(dearest, __shfl_xor_sync(kAllLanes, dearest, step));
     }
+    float all = here ? level : 0;
+    for (int step = 1; step < kWarp; step *= 2) all += __shfl_xor_sync(kAllLanes, all, step);
     if (lane == 0) {
-      out->all_nodes = all;
+      out->all_nodes = fminf(all, 1e9f);
       atomicMin(&out->bound, dearest);
     }
   }
@@ -191,28 +200,33 @@ __device__ uint32_t estimate(const Costs<kWhole>& costs, int depths, uint32_t bo
   }
   __syncthreads();
   if (warp_id() == 0) {
-    float level = space.counts[0][kCostBins + lane], below = level;
-    for (int d = 1; d < depths; ++d) {
+    float level = space.counts[0][kCostBins + lane], below = 0;
+    unsigned enough = 0;
+    for (int d = 1;; ++d) {
+      float up_to = level;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const float other = __shfl_up_sync(kAllLanes, up_to, step);
+        if (lane >= step) up_to += other;
+      }
+      below += up_to;
+      // Deeper nodes only add: bins behind the first one with enough decide nothing any more.
+      enough = __ballot_sync(kAllLanes, below >= wanted);
+      const int last = enough != 0 ? __ffs(static_cast<int>(enough)) - 1 : kCostBins - 1;
+      if (d == depths || !__any_sync(kAllLanes, lane <= last && level > 0)) break;
       space.level[lane] = level;
       __syncwarp();
       const float* const counts = &space.counts[d][kCostBins + lane];
       const FourFloats* const parents = reinterpret_cast<const FourFloats*>(space.level);
       float sums[4] = {};
       KDTREE_UNROLL_BY(2)
-      for (int i = 0; i < kCostBins / 4; ++i) {
+      for (int i = 0; i <= last / 4; ++i) {
         const FourFloats four = parents[i];
         KDTREE_UNROLL
         for (int j = 0; j < 4; ++j) sums[j] += four.of[j] * counts[-(4 * i + j)];
       }
       level = fminf((sums[0] + sums[1]) + (sums[2] + sums[3]), 1e30f);
-      below += level;
       __syncwarp();
     }
-    for (int step = 1; step < kWarp; step *= 2) {
-      const float other = __shfl_up_sync(kAllLanes, below, step);
-      if (lane >= step) below += other;
-    }
-    const unsigned enough = __ballot_sync(kAllLanes, below >= wanted);
     const float cost = (static_cast<float>(__ffs(static_cast<int>(enough))) - 0.5f) * bin_cost;
     if (lane == 0)
       *space.answer = enough != 0 && cost < static_cast<float>(bound) ? static_cast<uint32_t>(cost) : bound;
@@ -233,35 +247,35 @@ struct Buckets {
   }
 };
 
-// Adds expanded node i, and counts it in its bucket.
+// Adds expanded node i.
 template <typename Scratch>
-__device__ void put_node(Scratch& s, const Buckets& buckets, int i, uint32_t cost, int parent, int rank, int d) {
+__device__ void put_node(Scratch& s, int i, uint32_t cost, int parent, int rank, int d) {
   s.costs[i] = cost;
   s.parents[i] = static_cast<uint16_t>(parent);
   s.ranks[i] = static_cast<uint16_t>(rank);
   s.depths[i] = static_cast<uint8_t>(d);
-  s.places[i] = static_cast<uint16_t>(atomicAdd(&s.buckets[buckets(cost)], 1u));
 }
 
-// All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples, counted by
-// buckets. Returns how many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind
-// the next barrier.
+// All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples. Returns how
+// many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind the next barrier.
 template <bool kWhole, typename Scratch>
 __device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold, int room, Scratch& s,
-                      const Buckets& buckets, BlockScan& scan) {
+                      BlockScan& scan) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), lane = lane_id();
-  for (int i = thread; i <= buckets.last; i += threads) s.buckets[i] = 0;
   const uint32_t first_cost = thread < costs.lengths[0] ? costs(0, thread) : kTooDear;  // a thread for every rank
   const bool first = first_cost <= threshold;
+  if (first) put_node(s, thread, first_cost, kNone, thread, 0);
+  s.buckets[thread] = s.buckets[thread + threads] = 0;
   int begin = 0, end = __syncthreads_count(first);
-  if (first) put_node(s, buckets, thread, first_cost, kNone, thread, 0);
   uint8_t* const heads = s.heads + thread - lane;
   for (int d = 1; d < depths && begin < end; ++d) {
     int next = end;
     for (int base = begin; base < end; base += threads) {
-      const int parent = base + thread;
-      const bool here = parent < end;
-      const uint32_t cost = here ? s.costs[parent] : 0;  // of the first ones, a thread's own
+      // All warps take as many parents: the first ones have most of the children.
+      const int share = min(kWarp, (end - base + warp_count() - 1) / warp_count());
+      const int parent = base + warp_id() * share + lane;
+      const bool here = lane < share && parent < end;
+      const uint32_t cost = here ? s.costs[parent] : 0;
       const unsigned children = here ? static_cast<unsigned>(costs.up_to(d, threshold - cost)) : 0;
       const Scanned scanned = scan(children);
       if (scanned.total > static_cast<unsigned>(room - next)) return room + 1;
@@ -282,18 +296,16 @@ __device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold
         const unsigned start = __shfl_sync(kAllLanes, scanned.before, head), child = from + lane;
         if (child < warp_end) {
           const int rank = static_cast<int>(child - start);
-          put_node(s, buckets, next + static_cast<int>(child), parent_cost + costs(d, rank), parent - lane + head, rank,
-                   d);
+          put_node(s, next + static_cast<int>(child), parent_cost + costs(d, rank), parent - lane + head, rank, d);
         }
       }
       next += static_cast<int>(scanned.total);
     }
-    __syncthreads();
+    if (next > end) __syncthreads();
     begin = end;
     end = next;
   }
   for (int i = begin + thread; i < end; i += threads) s.starts[i] = static_cast<uint16_t>(end);
-  if (depths == 1) __syncthreads();
   return end;
 }
 
@@ -310,11 +322,14 @@ __device__ bool tuple_before(Scratch& s, int a, int b) {
   return up_a != up_b ? up_a < up_b : depth_a < depth_b;
 }
 
-// Fills s.places for nodes 0..count-1 and s.order for the first `budget` places. expand has counted the buckets, two a
-// thread, and given every node a place in its own.
+// Fills s.places for nodes 0..count-1 and s.order for the first `budget` places. Buckets, two a thread and 0 behind
+// expand, are counted while each node gets a place in its own.
 template <typename Scratch>
 __device__ void rank(Scratch& s, int count, int budget, const Buckets& buckets, uint16_t* members, BlockScan& scan) {
   uint32_t* const sizes = s.buckets + 2 * threadIdx.x;
+  for (int i = threadIdx.x; i < count; i += blockDim.x)
+    s.places[i] = static_cast<uint16_t>(atomicAdd(&s.buckets[buckets(s.costs[i])], 1u));
+  __syncthreads();
   const uint32_t first_size = sizes[0];
   const uint32_t start = scan(first_size + sizes[1]).before;
   sizes[0] = start;
