@@ -238,8 +238,7 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpac
   const ListFacts& facts = b.facts;
   BlockScan scan(b.totals);
   const int room = room_of(budget);
-  const int low_bit = facts.unit_bit();
-  const Costs<kWhole> costs{lists, facts.lengths, low_bit, space.near, space.near_bits};
+  const Costs<kWhole> costs{lists, facts.lengths, CostOf(facts.unit_bit()), space.near, space.near_bits};
   costs.prepare();
   __syncthreads();
   const int depths = find_bound(costs, budget, &b.frontier);

@@ -37,14 +37,20 @@ __device__ inline uint32_t add_costs(uint32_t a, uint32_t b) {
   return sum < a ? kTooDear : sum;
 }
 
-// Cost of a value that is not positive, in units of 2^low_bit, of which it is a multiple.
-__device__ inline uint32_t cost_of(float value, int low_bit) {
-  const Magnitude magnitude(value);
-  const int shift = magnitude.exponent - low_bit;
-  if (shift <= 0 || magnitude.mantissa == 0) return magnitude.mantissa >> min(-shift, 31);
-  const uint64_t cost = static_cast<uint64_t>(magnitude.mantissa) << min(shift, 32);
-  return cost < kTooDear ? static_cast<uint32_t>(cost) : kTooDear;
-}
+// Turns values that are not positive into costs, in units of 2^low_bit, of which they are multiples. Products with
+// powers of two are exact here; two of them, since one alone may lie outside float's range.
+struct CostOf {
+  float first, second;
+
+  __device__ explicit CostOf(int low_bit) : first(power(-low_bit / 2)), second(power(-low_bit - -low_bit / 2)) {}
+  __device__ uint32_t operator()(float value) const {
+    const float cost = fabsf(value) * first * second;
+    return cost < 4294967296.0f ? static_cast<uint32_t>(cost) : kTooDear;
+  }
+
+ private:
+  static __device__ float power(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+};
 
 // Integer costs of list entries, in shared memory in rows of 2^near_bits. Behind its end a row goes on with kTooDear.
 // kWhole: they are all there; else those of the first ranks are, and the rest comes from the list itself.
@@ -52,22 +58,27 @@ template <bool kWhole>
 struct Costs {
   const Lists& lists;
   const int* lengths;
-  int low_bit;
+  CostOf cost_of;
   uint32_t* near;  // aligned to 16 bytes
   int near_bits;   // at least 3
 
   // Turns the bits of entries into costs. Behind the next barrier all else may be called.
   __device__ void prepare() const {
     KDTREE_UNROLL_BY(1)
-    for (int i = threadIdx.x; i < lists.depths << near_bits; i += blockDim.x) {
-      const int d = i >> near_bits, r = i - (d << near_bits);
-      near[i] = r < lengths[d] ? cost_of(__uint_as_float(near[i]), low_bit) : kTooDear;
+    for (int i = 4 * static_cast<int>(threadIdx.x); i < lists.depths << near_bits;
+         i += 4 * static_cast<int>(blockDim.x)) {
+      const int d = i >> near_bits, some = lengths[d] - (i - (d << near_bits));
+      Four& four = *reinterpret_cast<Four*>(near + i);
+      Four made;
+      KDTREE_UNROLL
+      for (int j = 0; j < 4; ++j) made.of[j] = j < some ? cost_of(__uint_as_float(four.of[j])) : kTooDear;
+      four = made;
     }
   }
 
   __device__ uint32_t operator()(int d, int r) const {
     if constexpr (!kWhole) {
-      if (r >> near_bits != 0) return cost_of(lists.at(d, r), low_bit);
+      if (r >> near_bits != 0) return cost_of(lists.at(d, r));
     }
     return near[(d << near_bits) + r];
   }
@@ -218,7 +229,7 @@ __device__ uint32_t estimate(const Costs<kWhole>& costs, int depths, uint32_t bo
       const float* const counts = &space.counts[d][kCostBins + lane];
       const FourFloats* const parents = reinterpret_cast<const FourFloats*>(space.level);
       float sums[4] = {};
-      KDTREE_UNROLL_BY(2)
+      KDTREE_UNROLL_BY(4)
       for (int i = 0; i <= last / 4; ++i) {
         const FourFloats four = parents[i];
         KDTREE_UNROLL
@@ -261,18 +272,19 @@ __device__ void put_node(Scratch& s, int i, uint32_t cost, int parent, int rank,
 template <bool kWhole, typename Scratch>
 __device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold, int room, Scratch& s,
                       BlockScan& scan) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), lane = lane_id();
+  constexpr int kThreads = Scratch::kBuckets / 2, kWarps = kThreads / kWarp;
+  const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
   const uint32_t first_cost = thread < costs.lengths[0] ? costs(0, thread) : kTooDear;  // a thread for every rank
   const bool first = first_cost <= threshold;
   if (first) put_node(s, thread, first_cost, kNone, thread, 0);
-  s.buckets[thread] = s.buckets[thread + threads] = 0;
+  s.buckets[thread] = s.buckets[thread + kThreads] = 0;
   int begin = 0, end = __syncthreads_count(first);
   uint8_t* const heads = s.heads + thread - lane;
   for (int d = 1; d < depths && begin < end; ++d) {
     int next = end;
-    for (int base = begin; base < end; base += threads) {
+    for (int base = begin; base < end; base += kThreads) {
       // All warps take as many parents: the first ones have most of the children.
-      const int share = min(kWarp, (end - base + warp_count() - 1) / warp_count());
+      const int share = min(kWarp, (end - base + kWarps - 1) / kWarps);
       const int parent = base + warp_id() * share + lane;
       const bool here = lane < share && parent < end;
       const uint32_t cost = here ? s.costs[parent] : 0;
@@ -305,7 +317,7 @@ __device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold
     begin = end;
     end = next;
   }
-  for (int i = begin + thread; i < end; i += threads) s.starts[i] = static_cast<uint16_t>(end);
+  for (int i = begin + thread; i < end; i += kThreads) s.starts[i] = static_cast<uint16_t>(end);
   return end;
 }
 
