@@ -267,6 +267,12 @@ __device__ void put_node(Scratch& s, int i, uint32_t cost, int parent, int rank,
   s.depths[i] = static_cast<uint8_t>(d);
 }
 
+// Exclusive sum over the warp.
+__device__ inline Scanned scan_warp(unsigned value) {
+  const unsigned inclusive = warp_inclusive_sum(value);
+  return Scanned{inclusive - value, __shfl_sync(kAllLanes, inclusive, kWarp - 1)};
+}
+
 // All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples. Returns how
 // many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind the next barrier.
 template <bool kWhole, typename Scratch>
@@ -282,23 +288,28 @@ __device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold
   uint8_t* const heads = s.heads + thread - lane;
   for (int d = 1; d < depths && begin < end; ++d) {
     int next = end;
+    // Of up to 32 parents each warp finds all children and puts some: nobody waits for others in between. 1024 threads
+    // have no registers left for that.
+    const bool few = kThreads < 1024 && end - begin <= kWarp;
     for (int base = begin; base < end; base += kThreads) {
-      // All warps take as many parents: the first ones have most of the children.
-      const int share = min(kWarp, (end - base + kWarps - 1) / kWarps);
-      const int parent = base + warp_id() * share + lane;
+      // Otherwise all warps take as many parents: the first ones have most of the children.
+      const int share = few ? kWarp : min(kWarp, (end - base + kWarps - 1) / kWarps);
+      const int parent = base + (few ? 0 : warp_id() * share) + lane;
       const bool here = lane < share && parent < end;
       const uint32_t cost = here ? s.costs[parent] : 0;
       const unsigned children = here ? static_cast<unsigned>(costs.up_to(d, threshold - cost)) : 0;
-      const Scanned scanned = scan(children);
+      const Scanned scanned = few ? scan_warp(children) : scan(children);
       if (scanned.total > static_cast<unsigned>(room - next)) return room + 1;
-      if (here) s.starts[parent] = static_cast<uint16_t>(next + static_cast<int>(scanned.before));
-      // The warp hands out its parents' children, which stand side by side: marks show where a parent's begin.
-      const unsigned warp_begin = __shfl_sync(kAllLanes, scanned.before, 0);
-      const unsigned warp_end = __shfl_sync(kAllLanes, scanned.before + children, kWarp - 1);
+      if (here && (!few || warp_id() == 0))
+        s.starts[parent] = static_cast<uint16_t>(next + static_cast<int>(scanned.before));
+      // The warp hands out children, which stand side by side: marks show where a parent's begin.
+      const unsigned warp_begin =
+          few ? static_cast<unsigned>(thread - lane) : __shfl_sync(kAllLanes, scanned.before, 0);
+      const unsigned warp_end = few ? scanned.total : __shfl_sync(kAllLanes, scanned.before + children, kWarp - 1);
       const unsigned fertile = __ballot_sync(kAllLanes, children > 0);
       if (children > 0) heads[__popc(fertile & ((1u << lane) - 1))] = static_cast<uint8_t>(lane);
       __syncwarp();
-      for (unsigned from = warp_begin; from < warp_end; from += kWarp) {
+      for (unsigned from = warp_begin; from < warp_end; from += few ? kThreads : kWarp) {
         const unsigned at = scanned.before - from;  // wraps around where it is before
         const bool earlier = children > 0 && scanned.before < from;
         const unsigned marks = __reduce_or_sync(kAllLanes, children > 0 && !earlier && at < kWarp ? 1u << at : 0u);
