@@ -3,8 +3,8 @@
 // tree_lists.h checks the lists and decides the route, tree_parallel.h and tree_serial.h find the nodes and their
 // order, this file writes them out: tokens, links, paths, visibility words, positions.
 //
-// What a tree takes is latency: the lists come in one trip to global memory, all after it is done in shared memory, and
-// the outputs leave side by side. The kernel exists for 128, 256, 512 and 1024 threads, by budget (tree_scratch.h).
+// What a tree takes is latency: the lists come in one trip to global memory, while visibility is filled with zeros, all
+// after it is done in shared memory, and the outputs leave side by side. The kernel exists for 128, 256, 512 and 1024 threads, by budget (tree_scratch.h).
 
 #include <algorithm>
 
