@@ -4,7 +4,8 @@
 // order, this file writes them out: tokens, links, paths, visibility words, positions.
 //
 // What a tree takes is latency: the lists come in one trip to global memory, while visibility is filled with zeros, all
-// after it is done in shared memory, and the outputs leave side by side. The kernel exists for 128, 256, 512 and 1024 threads, by budget (tree_scratch.h).
+// after it is done in shared memory, and the outputs leave side by side. The kernel exists for 128, 256, 512 and 1024
+// threads, by budget (tree_scratch.h).
 
 #include <algorithm>
 

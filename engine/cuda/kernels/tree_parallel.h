@@ -11,8 +11,8 @@
 //   expand    all nodes up to the threshold, depth by depth; their number must lie in [B, room], else another threshold
 //   rank      each node's place by (cost, rank tuple), through buckets of cost
 // One block works on one tree, so its time is that of the longest chain of reads of shared memory, shuffles and
-// barriers. Hence searches take eight ways a step, a warp hands out children by itself, and the
-// estimate is made by one warp without a barrier.
+// barriers. Hence searches take eight ways a step, a warp hands out children by itself, and the estimate is made by one
+// warp without a barrier.
 #pragma once
 
 #include "kernels/tree_lists.h"
