@@ -315,11 +315,10 @@ __device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold
         const unsigned marks = __reduce_or_sync(kAllLanes, children > 0 && !earlier && at < kWarp ? 1u << at : 0u);
         const int heads_before = __popc(__ballot_sync(kAllLanes, earlier)) + __popc(marks & ((2u << lane) - 1));
         const int head = heads[heads_before - 1];
-        const uint32_t parent_cost = __shfl_sync(kAllLanes, cost, head);
         const unsigned start = __shfl_sync(kAllLanes, scanned.before, head), child = from + lane;
         if (child < warp_end) {
-          const int rank = static_cast<int>(child - start);
-          put_node(s, next + static_cast<int>(child), parent_cost + costs(d, rank), parent - lane + head, rank, d);
+          const int rank = static_cast<int>(child - start), above = parent - lane + head;
+          put_node(s, next + static_cast<int>(child), s.costs[above] + costs(d, rank), above, rank, d);
         }
       }
       next += static_cast<int>(scanned.total);
