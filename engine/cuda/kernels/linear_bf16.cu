@@ -5,9 +5,12 @@
 // of the tile from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that
 // traffic at half of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
 //
-// Estimates for one H200 (4.3 TB/s copied, about 5.7 TB/s out of L2), none measured yet: 7168 -> 7168 and 18432 at 1 to
-// 33 rows 75-85 % of the copy bandwidth, 65 rows 50 % (L2), 7168 -> 2112 at 1 row 60 %; products of a few MB take
-// 3-4 us whatever they are.
+// Measured on one H200 in a first version (bench/bench_linear_bf16.cu), share of the 4.3 TB/s that a copy moves, in
+// parentheses cuBLAS's time over ours; tiles and slices have been retuned since, without a measurement:
+//   rows               1          8          17         33         65
+//   7168 -> 7168       80 (.96)   79 (.98)   70 (.96)   58 (.67)   51 (.60) %
+//   7168 -> 18432      87 (.96)   81 (.91)   70 (.77)   54 (.61)   48 (.54)
+//   7168 -> 2112       67 (1.27)  63 (1.20)  56 (1.08)  47 (.94)   36 (.73)
 
 #include "common/error.h"
 #include "kernels/bf16_tile.h"
