@@ -19,6 +19,7 @@ def held() -> pair.Pair:
     return pair.load()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", prompts.SETS)
 def test_every_loop_gives_the_plain_tokens(held, name, capsys):
     """16 fixed prompts a set, float32: the same tokens, and the accepted counts of the fast way, round by round.

@@ -1,6 +1,6 @@
-"""Every C++ test of kernels, executed on the CPU: in the default order of warps; with tiny grids in three adversarial
-orders; and (slow: each compiles all kernels once more) under AddressSanitizer and under ThreadSanitizer, which sees a
-missing barrier whatever the order.
+"""Every C++ test of kernels, executed on the CPU, which is slow: in the default order of warps; with tiny grids in
+three adversarial orders; and under AddressSanitizer and under ThreadSanitizer (each compiles all kernels once more),
+which sees a missing barrier whatever the order.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def for_each(tests: tuple[Source, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("test", tests, ids=lambda source: source.path.stem)
 
 
+@pytest.mark.slow
 @for_each(TESTS)
 def test_order_of_warps(program: str) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
