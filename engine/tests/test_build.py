@@ -96,7 +96,8 @@ def test_processes_at_the_same_time_make_every_file_once(project: Path):
         subprocess.Popen([sys.executable, "-c", script], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    assert sorted(int(process.communicate()[0]) for process in processes) == [0, 0, 5]
+    # Who comes first may be another for the objects than for the library.
+    assert sum(int(process.communicate()[0]) for process in processes) == 5
 
 
 @needs_cxx

@@ -378,6 +378,7 @@ def workload() -> tuple[HashTarget, NoisyOracleDrafter, tuple[int, ...]]:
 TRIALS, LIMIT_S, QUIET = 20, 60.0, 0.05
 
 
+@pytest.mark.slow
 def test_on_a_real_run_the_judge_is_never_wrong_and_decides_unless_the_turns_disagree(workload):
     """The same build twice, and a delay of 15 %, measured in turns until each is decided 20 times, or for a minute.
 
