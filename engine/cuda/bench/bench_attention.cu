@@ -6,6 +6,7 @@
 // Device time a call, over caches that do not fit the L2 cache together.
 #include <algorithm>
 
+#include "bench/noise.h"
 #include "bench/times.h"
 #include "kernels/attention.h"
 #include "tests/check.h"
@@ -18,18 +19,6 @@ namespace {
 constexpr int kLatent = 512, kWidth = 576;
 constexpr size_t kCacheBytes = size_t{192} << 20;  // of the caches that calls take in turns
 
-// n bf16 numbers of noise, repeated.
-check::Array<uint16_t> noise_on_device(size_t n) {
-  check::Array<uint16_t> array(n);
-  std::vector<uint16_t> piece;
-  for (const uint32_t bits : check::bits(check::noise(n, std::min<size_t>(n, 1 << 20))))
-    piece.push_back(static_cast<uint16_t>(bits >> 16));
-  for (size_t at = 0; at < n; at += piece.size())
-    CHECK_CUDA(cudaMemcpy(array.get() + at, piece.data(), std::min(piece.size(), n - at) * sizeof(uint16_t),
-                          cudaMemcpyHostToDevice));
-  return array;
-}
-
 void measure(int heads, int shared_memory) {
   const std::vector<int> lengths = check::tiny() ? std::vector<int>{40} : std::vector<int>{1024, 8192, 32768, 131072};
   const std::vector<int> rows = check::tiny() ? std::vector<int>{1, 3} : std::vector<int>{1, 8, 17, 33, 65, 129};
@@ -39,10 +28,10 @@ void measure(int heads, int shared_memory) {
     const int capacity = length + rows.back();
     const size_t entries = static_cast<size_t>(capacity) * kWidth;
     const int copies = static_cast<int>(std::clamp<size_t>(kCacheBytes / (2 * entries), 1, check::tiny() ? 1 : 20));
-    const check::Array<uint16_t> cache = noise_on_device(entries * static_cast<size_t>(copies));
+    const check::Array<uint16_t> cache = bench::noise_on_device<uint16_t>(entries * static_cast<size_t>(copies));
     for (const int n : rows) {
       const size_t head_rows = static_cast<size_t>(n) * static_cast<size_t>(heads);
-      const check::Array<uint16_t> q = noise_on_device(head_rows * kWidth);
+      const check::Array<uint16_t> q = bench::noise_on_device<uint16_t>(head_rows * kWidth);
       const check::Array<uint16_t> out(head_rows * kLatent);
       const check::Array<int32_t> node_count({n - 1}), prefixes({length});
       std::vector<int32_t> places;

@@ -5,6 +5,7 @@
 // Device time a call: the median over replays of a graph of calls, over inputs that do not fit the L2 cache together.
 #include <algorithm>
 
+#include "bench/noise.h"
 #include "bench/times.h"
 #include "kernels/attention.h"
 #include "tests/check.h"
@@ -19,16 +20,6 @@ constexpr int kMostCalls = 10;
 // Of one call, over as many as fit a test.
 double microseconds(const std::function<void(int, cudaStream_t)>& call) {
   return check::tiny() ? bench::microseconds(1, 1, call) : bench::microseconds(kMostCalls, 15, call);
-}
-
-// n floats of noise, repeated.
-check::Array<float> noise_on_device(size_t n) {
-  check::Array<float> array(n);
-  const std::vector<float> piece = check::noise(n, std::min<size_t>(n, 1 << 20));
-  for (size_t at = 0; at < n; at += piece.size())
-    CHECK_CUDA(cudaMemcpy(array.get() + at, piece.data(), std::min(piece.size(), n - at) * sizeof(float),
-                          cudaMemcpyHostToDevice));
-  return array;
 }
 
 struct Shape {
@@ -48,9 +39,9 @@ TEST(linear) {
     const size_t weights = static_cast<size_t>(shape.in) * shape.out;
     const int copies =
         check::tiny() ? 1 : static_cast<int>(std::clamp<size_t>((size_t{96} << 20) / (4 * weights), 1, kMostCalls));
-    const check::Array<float> w = noise_on_device(weights * copies);
+    const check::Array<float> w = bench::noise_on_device<float>(weights * copies);
     for (const int m : rows) {
-      const check::Array<float> x = noise_on_device(static_cast<size_t>(m) * shape.in);
+      const check::Array<float> x = bench::noise_on_device<float>(static_cast<size_t>(m) * shape.in);
       const check::Array<float> y(static_cast<size_t>(m) * shape.out);
       const auto time = [&](Gemm gemm) {
         return microseconds([&](int i, cudaStream_t stream) {
@@ -80,9 +71,9 @@ TEST(attention) {
   std::printf("%5s %6s %6s %10s %8s\n", "rows", "heads", "L", "us", "TFLOP/s");
   for (const int length : lengths) {
     const int capacity = length + rows.back();
-    const check::Array<float> cache = noise_on_device(static_cast<size_t>(capacity) * (rank + rope));
+    const check::Array<float> cache = bench::noise_on_device<float>(static_cast<size_t>(capacity) * (rank + rope));
     for (const int n : rows) {
-      const check::Array<float> q = noise_on_device(static_cast<size_t>(n) * heads * (rank + rope));
+      const check::Array<float> q = bench::noise_on_device<float>(static_cast<size_t>(n) * heads * (rank + rope));
       const check::Array<float> out(static_cast<size_t>(n) * heads * rank);
       const check::Array<int32_t> node_count({n - 1}), prefixes({length});
       std::vector<int32_t> places;

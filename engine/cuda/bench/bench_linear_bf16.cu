@@ -9,6 +9,7 @@
 #include <random>
 #include <set>
 
+#include "bench/noise.h"
 #include "bench/times.h"
 #include "kernels/experts_bf16.h"
 #include "kernels/linear_bf16.h"
@@ -26,18 +27,6 @@ namespace {
 constexpr int kLeastCalls = 10, kMostCalls = 256, kReplays = 15;
 constexpr double kCopyBytesPerUs = 4.3e6;           // an H200: read and written together
 constexpr size_t kWeightBytes = size_t{256} << 20;  // of a graph's calls: the L2 cache holds little of them
-
-// n bf16 numbers of noise, repeated.
-check::Array<uint16_t> noise_on_device(size_t n) {
-  check::Array<uint16_t> array(n);
-  std::vector<uint16_t> piece;
-  for (const uint32_t bits : check::bits(check::noise(n, std::min<size_t>(n, 1 << 20))))
-    piece.push_back(static_cast<uint16_t>(bits >> 16));
-  for (size_t at = 0; at < n; at += piece.size())
-    CHECK_CUDA(cudaMemcpy(array.get() + at, piece.data(), std::min(piece.size(), n - at) * sizeof(uint16_t),
-                          cudaMemcpyHostToDevice));
-  return array;
-}
 
 #ifndef KDTREE_HOST
 // cuBLAS's product of the same, summed in float32; found when it is asked for, as kernels/linear_cublas.cu does.
@@ -113,9 +102,9 @@ TEST(linear) {
     const size_t weights = static_cast<size_t>(shape.in) * shape.out, bytes = weights * sizeof(uint16_t);
     const int copies = check::tiny() ? 1 : static_cast<int>(std::clamp<size_t>(kWeightBytes / bytes, 1, kMostCalls));
     const int calls = std::max(copies, kLeastCalls);
-    const check::Array<uint16_t> w = noise_on_device(weights * copies);
+    const check::Array<uint16_t> w = bench::noise_on_device<uint16_t>(weights * copies);
     for (const int m : rows) {
-      const check::Array<uint16_t> x = noise_on_device(static_cast<size_t>(m) * shape.in);
+      const check::Array<uint16_t> x = bench::noise_on_device<uint16_t>(static_cast<size_t>(m) * shape.in);
       const check::Array<uint16_t> y(static_cast<size_t>(m) * shape.out);
       const auto arguments = [&](int i) {
         LinearBf16Args a{};
@@ -145,7 +134,8 @@ TEST(experts) {
   const int experts = check::tiny() ? 8 : 64, chosen = check::tiny() ? 2 : 8;
   const std::vector<int> rows = check::tiny() ? std::vector<int>{1, 9} : std::vector<int>{1, 2, 4, 8, 9, 17, 33, 65};
   const size_t each = static_cast<size_t>(hidden) * width;
-  const check::Array<uint16_t> gate_up = noise_on_device(2 * each * experts), down = noise_on_device(each * experts);
+  const check::Array<uint16_t> gate_up = bench::noise_on_device<uint16_t>(2 * each * experts),
+                               down = bench::noise_on_device<uint16_t>(each * experts);
   std::vector<const uint16_t*> gate_up_of, down_of;
   for (int e = 0; e < experts; ++e) {
     gate_up_of.push_back(gate_up.get() + 2 * each * e);
@@ -162,7 +152,7 @@ TEST(experts) {
       ids.insert(ids.end(), all.begin(), all.begin() + chosen);
     }
     const size_t touched = std::set<int32_t>(ids.begin(), ids.end()).size();
-    const check::Array<uint16_t> x = noise_on_device(static_cast<size_t>(m) * hidden);
+    const check::Array<uint16_t> x = bench::noise_on_device<uint16_t>(static_cast<size_t>(m) * hidden);
     const check::Array<uint16_t> y(static_cast<size_t>(m) * hidden);
     const check::Array<float> factors(check::noise(3, static_cast<size_t>(m) * chosen));
     const check::Array<int32_t> device_ids(ids);

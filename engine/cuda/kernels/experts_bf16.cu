@@ -31,33 +31,13 @@ Height height_of(int rows, int experts, int chosen) {
   return static_cast<int64_t>(rows) * chosen <= 8 * static_cast<int64_t>(experts) ? Height::kMiddle : Height::kTall;
 }
 
-// The workspace.
-struct Scratch {
-  int32_t* tile_count;  // [1]
-  ExpertTile* tiles;    // [most_tiles]
-  int32_t* order;       // [pairs] row * chosen + slot, grouped by expert
-  uint16_t* mid;        // [pairs, width]
-  float* out;           // [pairs, hidden]
-  int64_t most_tiles;
-  size_t bytes;
+using Scratch = ExpertScratch<uint16_t>;
 
-  Scratch(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
-    const int64_t pairs = static_cast<int64_t>(rows) * chosen;
-    most_tiles = most_expert_tiles(pairs, experts, static_cast<int>(height_of(rows, experts, chosen)));
-    unsigned char* const base = static_cast<unsigned char*>(workspace);
-    bytes = 0;
-    const auto take = [&](size_t size) {
-      unsigned char* const place = base == nullptr ? nullptr : base + bytes;
-      bytes += round_up(size, 256);
-      return place;
-    };
-    tile_count = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
-    tiles = reinterpret_cast<ExpertTile*>(take(sizeof(ExpertTile) * static_cast<size_t>(most_tiles)));
-    order = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * static_cast<size_t>(pairs)));
-    mid = reinterpret_cast<uint16_t*>(take(sizeof(uint16_t) * static_cast<size_t>(pairs) * width));
-    out = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * hidden));
-  }
-};
+Scratch scratch_of(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
+  return {workspace, static_cast<int64_t>(rows) * chosen,
+          hidden,    width,
+          experts,   static_cast<int>(height_of(rows, experts, chosen))};
+}
 
 // What the kernels read of the arguments.
 struct Problem {
@@ -192,7 +172,7 @@ kdtree_status multiply(const Problem& p, cudaStream_t stream) {
 
 size_t experts_bf16_workspace(int rows, int hidden, int width, int experts, int chosen) {
   if (rows < 1 || hidden < 1 || width < 1 || experts < 1 || chosen < 1) return 0;
-  return Scratch(nullptr, rows, hidden, width, experts, chosen).bytes;
+  return scratch_of(nullptr, rows, hidden, width, experts, chosen).bytes;
 }
 
 kdtree_status experts_bf16(const ExpertsBf16Args& a, cudaStream_t stream) {
@@ -218,7 +198,7 @@ kdtree_status experts_bf16(const ExpertsBf16Args& a, cudaStream_t stream) {
 
   const Height height = height_of(a.rows, a.experts, a.chosen);
   const Problem p{a, a.rows_used == nullptr ? Rows{} : *a.rows_used,
-                  Scratch(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen), static_cast<int>(height)};
+                  scratch_of(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen), static_cast<int>(height)};
   KDTREE_LAUNCH(experts_bf16_group_kernel, dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p);
   KDTREE_RETURN_IF_FAILED(check_launch("experts_bf16_group_kernel"));
   if (height == Height::kLow)

@@ -30,6 +30,33 @@ inline int64_t most_expert_tiles(int64_t pairs, int experts, int tile_rows) {
   return full < pairs ? full : pairs;
 }
 
+// The workspace of a mixture of experts, whose gated values are kept as Mid.
+template <typename Mid>
+struct ExpertScratch {
+  int32_t* tile_count;  // [1]
+  ExpertTile* tiles;    // [most_tiles]
+  int32_t* order;       // [pairs] row * chosen + slot, grouped by expert
+  Mid* mid;             // [pairs, width]
+  float* out;           // [pairs, hidden]
+  int64_t most_tiles;
+  size_t bytes;
+
+  ExpertScratch(void* workspace, int64_t pairs, int hidden, int width, int experts, int tile_rows)
+      : most_tiles(most_expert_tiles(pairs, experts, tile_rows)), bytes(0) {
+    unsigned char* const base = static_cast<unsigned char*>(workspace);
+    const auto take = [&](size_t size) {
+      unsigned char* const place = base == nullptr ? nullptr : base + bytes;
+      bytes += round_up(size, 256);
+      return place;
+    };
+    tile_count = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
+    tiles = reinterpret_cast<ExpertTile*>(take(sizeof(ExpertTile) * static_cast<size_t>(most_tiles)));
+    order = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * static_cast<size_t>(pairs)));
+    mid = reinterpret_cast<Mid*>(take(sizeof(Mid) * static_cast<size_t>(pairs) * width));
+    out = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * hidden));
+  }
+};
+
 // Adds pairs begin..end-1 to counts [experts], in their order, by one warp. order: the place of each is what its
 // expert's count was; NULL: they are only counted.
 __device__ inline void count_expert_pairs(const ExpertGroups& g, int begin, int end, int* counts, int32_t* order) {
