@@ -28,6 +28,7 @@ ODD = {
     "num_experts_per_tok": 3,
 }
 PROMPT = (5, 1, 17)
+CLOSE = 5e-5  # float32 alone moves these logits, of up to 13, by up to 1e-5 against float64; devices round otherwise
 
 
 @pytest.mark.parametrize(
@@ -56,12 +57,12 @@ def test_models_of_odd_sizes(world, tmp_path, changes):
             expected = LOOPS[method](
                 target, drafter, np.array(PROMPT), max_new_tokens=7, budget=budget, keep_traces=True
             )
-            assert_same(found[-1], expected, 2e-5)
+            assert_same(found[-1], expected, CLOSE)
     for other in found[1:]:
         assert_array_equal(other.logits.view(np.uint32), found[0].logits.view(np.uint32))
     text = np.array([*PROMPT, *found[0].tokens], np.int32)
     true = target.forward(text, target.new_cache(len(text))).logits[len(PROMPT) - 1 :, : config.vocab_size]
-    assert_allclose(found[0].logits, true, rtol=0, atol=2e-5)
+    assert_allclose(found[0].logits, true, rtol=0, atol=CLOSE)
 
 
 def test_the_nodes_of_a_path_have_the_same_logits_in_every_tree_behind_prefixes_of_any_length(world):
