@@ -55,6 +55,9 @@ __device__ void scan_chunk(const T* row, unsigned chunk, unsigned size, int grou
     for (int i = 1; i < kOctet; ++i) top[s] = max_or_nan(top[s], x[s][i]);
   }
   const float own = max_or_nan(max_or_nan(top[0], top[1]), max_or_nan(top[2], top[3]));
+  // Of every chunk, for maxima are read ahead of whether their row has a fault; and before the sum, which needs fewer
+  // and fewer of the logits.
+  if (maxima != nullptr) write_maxima(x, top, own, group_bits, maxima + chunk * (kChunk >> group_bits));
   const unsigned greatest = __reduce_max_sync(kAllLanes, own != own ? kOrderOfNaN : order_of(own));
   if (greatest >= kOrderOfInfinity) {
     unsigned id = 0xffffffffu;
@@ -72,8 +75,6 @@ __device__ void scan_chunk(const T* row, unsigned chunk, unsigned size, int grou
     }
     return;
   }
-  // Before the sum, which needs fewer and fewer of the logits.
-  if (maxima != nullptr) write_maxima(x, top, own, group_bits, maxima + chunk * (kChunk >> group_bits));
   const ChunkSum fast = fast_sum(x, greatest);
   if (lane_id() == 0) sums[chunk] = fast;
 }
