@@ -19,8 +19,8 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from engine import checkpoint, decode_abi
-from engine.abi import Library, SizeError, UnsupportedError
-from engine.decode_abi import ATTENTIONS, GEMMS, METHODS, Handle
+from engine.abi import Library, SizeError
+from engine.decode_abi import ATTENTIONS, DTYPES, GEMMS, METHODS, PATHS, Handle
 from engine.generation import Generation
 from engine.request import Options, Prompt, Request
 from engine.run import Run
@@ -36,6 +36,8 @@ class Engine:
     """Made by `load`; frees everything at `close`, or at the end of a `with`.
 
     Sizes of the models: vocab_size, hidden_size, layers, block_size. Bytes: of a cache row, weights, caches, scratch.
+    dtype: of weights, activations and caches. paths: whether products and attention run on tensor cores, "tensor_cores"
+    or, where sizes or dtype do not fit those kernels, "general".
     """
 
     def __init__(self, decoder: Handle, max_requests: int, max_budget: int):
@@ -46,6 +48,8 @@ class Engine:
         self.vocab_size, self.hidden_size, self.layers = info.vocab_size, info.hidden_size, info.layers
         self.block_size, self.row_bytes = info.block_size, info.row_bytes
         self.model_bytes, self.cache_bytes, self.scratch_bytes = info.model_bytes, info.cache_bytes, info.scratch_bytes
+        self.dtype = DTYPES[info.dtype]
+        self.paths = {"products": PATHS[info.products_path], "attention": PATHS[info.attention_path]}
 
     @classmethod
     def load(
@@ -68,13 +72,14 @@ class Engine:
     ) -> Engine:
         """The engine on a device. kind "host": the same kernels executed on the CPU, slowly, for tests.
 
+        dtype: "float32" or "bfloat16", whatever the files hold; logits are float32, and so is what the published models
+        keep so: the router, the statistics of norms, rotations and softmax.
         capacity: cache rows of a request. block_size 0: the drafter's own, without one 16. prefill_rows: prompt rows of
         all requests in one pass, 0: 256. cache_block_size: rows of a cache block, 0: contiguous caches. library: one
         that is loaded already. Raises CheckpointError, BuildError, EngineError.
         """
-        if dtype != "float32":
-            raise UnsupportedError(f"dtype is {dtype!r}: the engine computes in float32 only")
         numbers = {
+            "dtype": _number("dtype", dtype, DTYPES),
             "gemm": _number("gemm", gemm, GEMMS),
             "attention": _number("attention", attention, ATTENTIONS),
             "device": device,

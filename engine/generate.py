@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine import checkpoint
-from engine.decode_abi import METHODS
+from engine.decode_abi import DTYPES, METHODS
 from engine.engine import DEFAULT_BUDGET, Engine, Method
 from engine.generation import Generation
 from engine.run import DecodeError
@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="default: 0, off")
     parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, off")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the arithmetic (default: %(default)s)")
     parser.add_argument("--device", type=int, default=0, help="number of the CUDA device (default: %(default)s)")
     parser.add_argument("--host", action="store_true", help="execute the kernels on the CPU: slow, needs no GPU")
 
@@ -51,6 +52,7 @@ def command(options: argparse.Namespace) -> int:
     with Engine.load(
         options.target,
         options.drafter,
+        dtype=options.dtype,
         kind="host" if options.host else "cuda",
         device=options.device,
         capacity=len(prompt) + max(options.max_new_tokens, 0) + max(budget, 0),
@@ -76,6 +78,9 @@ def command(options: argparse.Namespace) -> int:
             return 1
     shown.end()
     print(summary(made, len(prompt)), file=sys.stderr)
+    if engine.dtype != DTYPES[0]:
+        taken = ", ".join(f"{what}: {path}" for what, path in engine.paths.items())
+        print(f"in {engine.dtype}, kernels of {taken}", file=sys.stderr)
     return 0
 
 

@@ -43,6 +43,7 @@ ENUMS = {
     "KDTREE_DRAFT_": decode_abi.DRAFTERS,
     "KDTREE_GEMM_": decode_abi.GEMMS,
     "KDTREE_ATTENTION_": decode_abi.ATTENTIONS,
+    "KDTREE_PATH_": decode_abi.PATHS,
     "KDTREE_FINISH_": decode_abi.FINISHES,
 }
 

@@ -1,5 +1,7 @@
 """Proofs that logits have plain decoding's bits on a GPU: the shipped pair, the golden models, latents of 512 + 64.
 
+All of it in float32 and in bf16.
+
 Plain decoding is done alone, one request after the other; chain and trees in company. test_engine_bits.py asks more of
 a smaller model, on the CPU too.
 """
@@ -45,6 +47,12 @@ def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="module", params=[pytest.param("host", marks=pytest.mark.slow), ON_GPU])
 def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     yield from made_world(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
 
 
 @dataclass
@@ -114,8 +122,9 @@ SHIPPED = tuple(p.tokens for name in prompts.SETS for p in prompts.subset(prompt
 NEW = 48
 
 
-def shipped_engine(world: World, block_size: int) -> Engine:
+def shipped_engine(world: World, block_size: int, dtype: str) -> Engine:
     return world.engine(
+        dtype=dtype,
         target=MODELS / "target.kdtr",
         drafter=MODELS / "drafter.kdtr",
         block_size=block_size,
@@ -127,31 +136,35 @@ def shipped_engine(world: World, block_size: int) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def shipped(gpu: World) -> list[Generation]:
-    return plain(shipped_engine(gpu, 8), SHIPPED, NEW)
+def shipped(gpu: World, dtype: str) -> list[Generation]:
+    engine = shipped_engine(gpu, 8, dtype)
+    assert set(engine.paths.values()) == {"general" if dtype == "float32" else "tensor_cores"}
+    return plain(engine, SHIPPED, NEW)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_trees_of_the_shipped_drafter(gpu, shipped, block_size, budget):
+def test_trees_of_the_shipped_drafter(gpu, shipped, dtype, block_size, budget):
     visits = Visits()
-    hold(shipped_engine(gpu, block_size), SHIPPED, shipped, "ddtree", budget, lambda *_: DFlash(), visits)
+    hold(shipped_engine(gpu, block_size, dtype), SHIPPED, shipped, "ddtree", budget, lambda *_: DFlash(), visits)
     assert max(visits.depths) >= 1
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_trees_of_noisy_oracles_on_the_shipped_target(gpu, shipped, block_size, budget):
+def test_trees_of_noisy_oracles_on_the_shipped_target(gpu, shipped, dtype, block_size, budget):
     visits = Visits()
     for seed in range(2):
-        hold(shipped_engine(gpu, block_size), SHIPPED, shipped, "ddtree", budget, noise(seed, block_size), visits)
+        hold(
+            shipped_engine(gpu, block_size, dtype), SHIPPED, shipped, "ddtree", budget, noise(seed, block_size), visits
+        )
     assert max(visits.depths) >= min(budget, 7)
     assert visits.ranks >= set(range(min(budget, 3)))
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_chains_on_the_shipped_target(gpu, shipped, block_size):
-    engine = shipped_engine(gpu, block_size)
+def test_chains_on_the_shipped_target(gpu, shipped, dtype, block_size):
+    engine = shipped_engine(gpu, block_size, dtype)
     drafters: list[DrafterOf] = [
         lambda *_: DFlash(),
         noise(0, block_size, 1),
@@ -161,11 +174,11 @@ def test_chains_on_the_shipped_target(gpu, shipped, block_size):
         hold(engine, SHIPPED, shipped, "chain", 0, drafter)
 
 
-def test_any_slot_of_a_row_on_the_shipped_target(gpu, shipped):
+def test_any_slot_of_a_row_on_the_shipped_target(gpu, shipped, dtype):
     """The true path runs through other ranks, and so other slots, with every seed."""
     visits = Visits()
     for seed in range(8):
-        hold(shipped_engine(gpu, 8), SHIPPED, shipped, "ddtree", 256, noise(seed, 8, 7), visits)
+        hold(shipped_engine(gpu, 8, dtype), SHIPPED, shipped, "ddtree", 256, noise(seed, 8, 7), visits)
     assert visits.depths == visits.ranks == set(range(8))
     assert visits.places() >= 4
     assert max(max(found) for found in visits.slots.values()) > 128
@@ -182,10 +195,16 @@ def all_sorts(seed: int) -> DrafterOf:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_mla"])
-def test_golden_models_at_all_depths_and_ranks(gpu, name):
+def test_golden_models_at_all_depths_and_ranks(gpu, dtype, name):
     """q_lora_rank, shared experts and groups; latents of 512 + 64 in the second."""
     engine = gpu.engine(
-        target=GOLDEN / f"{name}.kdtr", drafter=None, block_size=8, max_requests=6, max_budget=256, capacity=340
+        target=GOLDEN / f"{name}.kdtr",
+        dtype=dtype,
+        drafter=None,
+        block_size=8,
+        max_requests=6,
+        max_budget=256,
+        capacity=340,
     )
     prompt = kdtr.read(GOLDEN / f"{name}_run.kdtr")["prompt"].tolist()
     truth = plain(engine, [prompt], 64) * 6
@@ -203,7 +222,9 @@ def test_golden_models_at_all_depths_and_ranks(gpu, name):
 LENGTHS = (3, 233, 17, 262)  # two of them meet the 257th key, where another chunk of keys begins, in the output
 
 
-def latent_engine(world: World, heads: int, block_rows: int, lengths: Sequence[int], count: int, budget: int) -> Engine:
+def latent_engine(
+    world: World, dtype: str, heads: int, block_rows: int, lengths: Sequence[int], count: int, budget: int
+) -> Engine:
     """Two layers, one dense and one of experts. block_rows: of a paged cache, 0: contiguous."""
     file = world.folder / f"heads{heads}.kdtr"
     if not file.exists():
@@ -220,6 +241,7 @@ def latent_engine(world: World, heads: int, block_rows: int, lengths: Sequence[i
         write_model(file, config, random_weights(config, heads))
     return world.engine(
         target=file,
+        dtype=dtype,
         drafter=None,
         block_size=8,
         max_requests=len(lengths),
@@ -236,11 +258,11 @@ def texts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("block_rows", [0, 48])
-def test_latents_of_big_models(gpu, heads, block_rows):
+def test_latents_of_big_models(gpu, dtype, heads, block_rows):
     count = 40
     given = texts(LENGTHS, 61)
-    truth = plain(latent_engine(gpu, heads, 0, LENGTHS, count, 256), given, count)
-    engine = latent_engine(gpu, heads, block_rows, LENGTHS, count, 256)
+    truth = plain(latent_engine(gpu, dtype, heads, 0, LENGTHS, count, 256), given, count)
+    engine = latent_engine(gpu, dtype, heads, block_rows, LENGTHS, count, 256)
     visits = Visits()
     for budget in (1, 16, 64, 256):
         for seed in range(2):
@@ -252,12 +274,12 @@ def test_latents_of_big_models(gpu, heads, block_rows):
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_latents_of_big_models_in_small(either, heads):
+def test_latents_of_big_models_in_small(either, dtype, heads):
     count, lengths = 5, (2, 5)
     given = texts(lengths, 61)
-    truth = plain(latent_engine(either, heads, 0, lengths, count, 7), given, count)
+    truth = plain(latent_engine(either, dtype, heads, 0, lengths, count, 7), given, count)
     visits = Visits()
     for block_rows in (0, 4):
-        engine = latent_engine(either, heads, block_rows, lengths, count, 7)
+        engine = latent_engine(either, dtype, heads, block_rows, lengths, count, 7)
         hold(engine, given, truth, "ddtree", 7, noise(block_rows, 4, 1), visits)
     assert visits.places() > 1

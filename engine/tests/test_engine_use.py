@@ -316,8 +316,8 @@ def test_a_request_that_makes_no_sense_is_refused_by_number_before_anything_runs
 
 
 def test_what_an_engine_cannot_be_or_do_is_told(world, tmp_path):
-    with pytest.raises(abi.UnsupportedError, match="dtype is 'bfloat16': the engine computes in float32 only"):
-        world.new_engine(dtype="bfloat16")
+    with pytest.raises(ValueError, match="dtype is 'float16', expected one of float32, bfloat16"):
+        world.new_engine(dtype="float16")
     with pytest.raises(ValueError, match="gemm is 'fast', expected one of row_invariant, cublas"):
         world.new_engine(gemm="fast")
     with pytest.raises(ValueError, match="attention is 'flash', expected one of exact, mask"):

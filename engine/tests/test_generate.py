@@ -54,6 +54,20 @@ def test_tokens_in_and_out_without_a_tokenizer(world, call, method):
     assert err.endswith("; ended by length\n")
 
 
+@pytest.fixture
+def bf16_tokens(world):
+    """Asked for in front of `call`, so that the engine is made as usual."""
+    return world.engine(dtype="bfloat16").generate(PROMPT, method="ar", max_new_tokens=3).tokens
+
+
+def test_bf16_and_the_kernels_that_it_took_are_told(world, bf16_tokens, call):
+    status, out, err = call(
+        "--target", world.target_file, "--tokens", TOKENS, "--max-new-tokens", 3, "--dtype", "bfloat16"
+    )
+    assert (status, out.split()) == (0, list(map(str, bf16_tokens)))
+    assert err.endswith("; ended by length\nin bfloat16, kernels of products: general, attention: general\n")
+
+
 def test_the_method_follows_from_the_models_and_draws_from_the_options(world, call):
     status, _, err = call("--target", world.target_file, "--tokens", TOKENS, "--max-new-tokens", 3)
     assert (status, "3 rounds, tau 1.00" in err) == (0, True)

@@ -80,7 +80,7 @@ TEST(attention) {
       for (int i = 0; i < n; ++i) places.push_back(length + i);
       const check::Array<int32_t> positions(places);
       const check::Array<unsigned char> workspace(mla_attention_workspace(n, heads, rank, capacity));
-      MlaAttentionArgs a{};
+      MlaAttentionArgs<float> a{};
       a.rows.requests = 1, a.rows.width = n;
       a.rows.node_count = node_count.get(), a.rows.prefix_lengths = prefixes.get(), a.rows.positions = positions.get();
       a.form = AttentionForm::kExact;

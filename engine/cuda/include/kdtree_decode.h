@@ -42,6 +42,9 @@ KDTREE_API void kdtree_model_destroy(kdtree_model* model);
 typedef enum kdtree_gemm { KDTREE_GEMM_ROW_INVARIANT = 0, KDTREE_GEMM_CUBLAS = 1 } kdtree_gemm;
 typedef enum kdtree_attention { KDTREE_ATTENTION_EXACT = 0, KDTREE_ATTENTION_MASK = 1 } kdtree_attention;
 
+/* Kernels for any sizes, or those on tensor cores: bf16, of the sizes that they are built for. */
+typedef enum kdtree_path { KDTREE_PATH_GENERAL = 0, KDTREE_PATH_TENSOR_CORES = 1 } kdtree_path;
+
 typedef struct kdtree_decoder_args {
   uint32_t struct_size;
   int32_t device;
@@ -55,6 +58,9 @@ typedef struct kdtree_decoder_args {
   int32_t cache_block_size; /* rows of a cache block; 0: contiguous caches */
   int32_t gemm;             /* kdtree_gemm */
   int32_t attention;        /* kdtree_attention */
+  int32_t dtype;    /* kdtree_dtype of weights, activations and caches; logits are float32. A caller's struct may
+                       end in front of it, as it once did: float32 */
+  int32_t reserved; /* 0 */
 } kdtree_decoder_args;
 
 typedef struct kdtree_decoder_info {
@@ -65,6 +71,10 @@ typedef struct kdtree_decoder_info {
   int32_t block_size;
   int32_t row_bytes; /* of a cache row */
   uint64_t model_bytes, cache_bytes, scratch_bytes;
+  int32_t dtype;          /* kdtree_dtype; a caller's struct may end in front of it */
+  int32_t products_path;  /* kdtree_path of the target's and the drafter's products, but those of cuBLAS */
+  int32_t attention_path; /* kdtree_path of the target's attention in the exact form */
+  int32_t reserved;       /* 0 */
 } kdtree_decoder_info;
 
 /* The models may be destroyed afterwards. */

@@ -12,18 +12,20 @@ namespace kdtree {
 //          in order, so the bits depend on nothing else.
 //   mask   the rows of the block in the order of their slots, those without a visibility bit left out. For masks that
 //          are no trees. Equal to `exact` up to rounding.
+// T as in layers.h; scores, weights and sums are float32 either way.
 enum class AttentionForm : int { kExact = 0, kMask = 1 };
 
+template <typename T>
 struct MlaAttentionArgs {
   Rows rows;
   AttentionForm form;
-  const float* q_latent;                   // [M, heads, rank]
-  const float* q_rope;                     // [M, heads, rope] rotated
+  const T* q_latent;                       // [M, heads, rank]
+  const T* q_rope;                         // [M, heads, rope] rotated
   int64_t q_latent_stride, q_rope_stride;  // elements from row to row; heads lie q_latent_head, q_rope_head apart
   int64_t q_latent_head, q_rope_head;
-  kdtree_cache_view cache;  // row_bytes = 4 * (rank + rope); the rows of the pass are written already
+  kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope); the rows of the pass are written already
   int layer;
-  float* out;  // [M, heads, rank]
+  T* out;      // [M, heads, rank]
   float* lse;  // [M, heads] natural logarithm; may be NULL
   int heads, rank, rope;
   float scale;
@@ -33,10 +35,11 @@ struct MlaAttentionArgs {
 };
 // At most 256 MiB. A pass whose chunks do not fit the workspace gets the same bits from fewer blocks.
 size_t mla_attention_workspace(int rows, int heads, int rank, int longest);
-kdtree_status mla_attention(const MlaAttentionArgs& args, cudaStream_t stream);
+kdtree_status mla_attention(const MlaAttentionArgs<float>& args, cudaStream_t stream);
+kdtree_status mla_attention(const MlaAttentionArgs<uint16_t>& args, cudaStream_t stream);
 
-// The same in bf16, for 512 latents and 64 rope channels: products of bf16 values summed in float32, weights rounded to
-// bf16. The exact form: a row's bits depend on its own keys alone, by their absolute positions.
+// The same on tensor cores, for 512 latents and 64 rope channels: products of bf16 values summed in float32, weights
+// rounded to bf16. The exact form: a row's bits depend on its own keys alone, by their absolute positions.
 struct MlaAttentionBf16Args {
   Rows rows;
   const uint16_t* q_latent;                // [M, heads, 512] bf16
@@ -63,14 +66,16 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& args, cudaStream_t 
 // Grouped-query attention of a drafter's block over its context and itself, unmasked (reference/dflash.py
 // `grouped_attention`). Context keys and values: cache [R, capacity, 2, kv_heads, dim]; the block's own: [R, b, 2,
 // ...].
+template <typename T>
 struct GqaAttentionArgs {
-  const float* q;                  // [R, b, heads, dim]
-  const float* context;            // [R, capacity, 2, kv_heads, dim] keys, then values, of each position
-  const float* block;              // [R, b, 2, kv_heads, dim]
+  const T* q;                      // [R, b, heads, dim]
+  const T* context;                // [R, capacity, 2, kv_heads, dim] keys, then values, of each position
+  const T* block;                  // [R, b, 2, kv_heads, dim]
   const int32_t* context_lengths;  // [R]; -1: nothing to do for this request
-  float* out;                      // [R, b, heads, dim]
+  T* out;                          // [R, b, heads, dim]
   int requests, block_size, heads, kv_heads, dim, capacity;
 };
-kdtree_status gqa_attention(const GqaAttentionArgs& args, cudaStream_t stream);
+kdtree_status gqa_attention(const GqaAttentionArgs<float>& args, cudaStream_t stream);
+kdtree_status gqa_attention(const GqaAttentionArgs<uint16_t>& args, cudaStream_t stream);
 
 }  // namespace kdtree

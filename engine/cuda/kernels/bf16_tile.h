@@ -18,6 +18,7 @@
 #include "common/block.h"
 #include "common/error.h"
 #include "common/ptx.h"
+#include "kernels/bf16.h"
 
 namespace kdtree {
 
@@ -30,13 +31,6 @@ constexpr int kBf16Rows = 8;    // rows of x of an mma
 // Runs over k that are summed side by side: with few outputs and long sums there would be too few warps to keep memory
 // busy.
 __host__ __device__ constexpr int bf16_slices(int in, int out) { return out < 4096 && in >= 1024 ? 8 : 4; }
-
-// The bf16 bits nearest to `value`, ties to even; a NaN stays one.
-__device__ inline uint16_t narrow(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
 
 // KDTREE_SIZE with the name and number of the first that is no multiple of 8, without which a row does not begin at a
 // multiple of 16 bytes.

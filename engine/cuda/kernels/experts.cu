@@ -22,42 +22,44 @@ constexpr int kOuts = 4;
 constexpr int kWarps = 4;
 constexpr int kCombineThreads = 128;
 
-using Scratch = ExpertScratch<float>;
-
-Scratch scratch_of(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
+template <typename T>
+ExpertScratch<T> scratch_of(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
   return {workspace, static_cast<int64_t>(rows) * chosen, hidden, width, experts, kTileRows};
 }
 
 // What the kernels read of the arguments.
+template <typename T>
 struct Problem {
-  ExpertsArgs a;
+  ExpertsArgs<T> a;
   Rows rows;  // if a.rows_used says so
-  Scratch scratch;
+  ExpertScratch<T> scratch;
   __device__ bool used(int row) const { return a.rows_used == nullptr || rows.used(row); }
 };
 
-__global__ void __launch_bounds__(kGroupWarps* kWarp) experts_group_kernel(Problem p) {
-  const Scratch& s = p.scratch;
+template <typename T>
+__global__ void __launch_bounds__(kGroupWarps* kWarp) experts_group_kernel(Problem<T> p) {
+  const ExpertScratch<T>& s = p.scratch;
   group_expert_pairs({p.a.ids, p.a.rows_used == nullptr ? nullptr : &p.rows, p.a.rows, p.a.chosen, kTileRows,
                       s.tile_count, s.tiles, s.order});
 }
 
 // Tile of this block; rows 0 past the last one.
-__device__ ExpertTile own_tile(const Scratch& scratch) {
+template <typename T>
+__device__ ExpertTile own_tile(const ExpertScratch<T>& scratch) {
   const int index = static_cast<int>(blockIdx.x);
   return index < *scratch.tile_count ? scratch.tiles[index] : ExpertTile{0, 0, 0};
 }
 
 // kRows: the most rows of a tile.
-template <int kRows>
-__global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem p) {
+template <typename T, int kRows>
+__global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem<T> p) {
   const ExpertTile tile = own_tile(p.scratch);
   const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * (kOuts / 2);
   if (tile.rows == 0 || first_out >= p.a.width) return;
   const int outs = min(kOuts / 2, p.a.width - first_out);
-  const float* const gate_up = p.a.gate_up[tile.expert];
-  const float* x[kRows];
-  const float* w[kOuts];
+  const T* const gate_up = p.a.gate_up[tile.expert];
+  const T* x[kRows];
+  const T* w[kOuts];
   KDTREE_UNROLL
   for (int m = 0; m < kRows; ++m)
     x[m] = p.a.x + static_cast<int64_t>(p.scratch.order[tile.first + min(m, tile.rows - 1)] / p.a.chosen) * p.a.hidden;
@@ -74,18 +76,19 @@ __global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem 
   const float up = __shfl_down_sync(kAllLanes, own, kOuts / 2 * kLanes);
   const int number = lane_id() / kLanes, m = number / kOuts, n = number % kOuts;
   if (lane_id() % kLanes == 0 && m < tile.rows && n < outs)
-    p.scratch.mid[static_cast<int64_t>(p.scratch.order[tile.first + m]) * p.a.width + first_out + n] = gated(own, up);
+    p.scratch.mid[static_cast<int64_t>(p.scratch.order[tile.first + m]) * p.a.width + first_out + n] =
+        stored<T>(gated(own, up));
 }
 
-template <int kRows>
-__global__ void __launch_bounds__(kWarps* kWarp) experts_down_kernel(Problem p) {
+template <typename T, int kRows>
+__global__ void __launch_bounds__(kWarps* kWarp) experts_down_kernel(Problem<T> p) {
   const ExpertTile tile = own_tile(p.scratch);
   const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * kOuts;
   if (tile.rows == 0 || first_out >= p.a.hidden) return;
   const int outs = min(kOuts, p.a.hidden - first_out);
-  const float* const down = p.a.down[tile.expert];
-  const float* x[kRows];
-  const float* w[kOuts];
+  const T* const down = p.a.down[tile.expert];
+  const T* x[kRows];
+  const T* w[kOuts];
   KDTREE_UNROLL
   for (int m = 0; m < kRows; ++m)
     x[m] = p.scratch.mid + static_cast<int64_t>(p.scratch.order[tile.first + min(m, tile.rows - 1)]) * p.a.width;
@@ -107,7 +110,8 @@ __device__ float4 added(float4 a, float4 b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
 }
 
-__global__ void __launch_bounds__(kCombineThreads) experts_combine_kernel(Problem p, bool vector) {
+template <typename T>
+__global__ void __launch_bounds__(kCombineThreads) experts_combine_kernel(Problem<T> p, bool vector) {
   const int row = static_cast<int>(blockIdx.x);
   const int c = 4 * static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x), count = p.a.hidden - c;
   if (count <= 0 || !p.used(row)) return;
@@ -120,54 +124,59 @@ __global__ void __launch_bounds__(kCombineThreads) experts_combine_kernel(Proble
   store4(p.a.y + static_cast<int64_t>(row) * p.a.hidden + c, y, count, vector);
 }
 
-template <int kRows>
-kdtree_status multiply(const Problem& p, cudaStream_t stream) {
+template <int kRows, typename T>
+kdtree_status multiply(const Problem<T>& p, cudaStream_t stream) {
   const unsigned tiles = static_cast<unsigned>(p.scratch.most_tiles);
   const dim3 block(kWarps * kWarp);
-  KDTREE_LAUNCH((experts_gate_up_kernel<kRows>),
+  KDTREE_LAUNCH((experts_gate_up_kernel<T, kRows>),
                 dim3(tiles, static_cast<unsigned>(ceil_div(p.a.width, kWarps * kOuts / 2))), block, 0, stream, p);
   KDTREE_RETURN_IF_FAILED(check_launch("experts_gate_up_kernel"));
-  KDTREE_LAUNCH((experts_down_kernel<kRows>), dim3(tiles, static_cast<unsigned>(ceil_div(p.a.hidden, kWarps * kOuts))),
-                block, 0, stream, p);
+  KDTREE_LAUNCH((experts_down_kernel<T, kRows>),
+                dim3(tiles, static_cast<unsigned>(ceil_div(p.a.hidden, kWarps * kOuts))), block, 0, stream, p);
   return check_launch("experts_down_kernel");
 }
 
-}  // namespace
-
-size_t experts_workspace(int rows, int hidden, int width, int experts, int chosen) {
-  if (rows < 1 || hidden < 1 || width < 1 || experts < 1 || chosen < 1) return 0;
-  return scratch_of(nullptr, rows, hidden, width, experts, chosen).bytes;
-}
-
-kdtree_status experts(const ExpertsArgs& a, cudaStream_t stream) {
+template <typename T>
+kdtree_status multiply_experts(const ExpertsArgs<T>& a, cudaStream_t stream) {
   Arguments arguments("experts");
   arguments.range("hidden", a.hidden, 1, 65535 * kWarps * kOuts)
       .range("width", a.width, 1, 65535 * kWarps * kOuts / 2)
       .range("experts", a.experts, 1, kMostExperts)
       .range("chosen", a.chosen, 1, a.experts < kMostChosen ? a.experts : kMostChosen)
       .range("rows", a.rows, 1, (1 << 30) / kMostChosen)
-      .array("x", a.x, sizeof(float))
-      .array("gate_up", a.gate_up, sizeof(float*))
-      .array("down", a.down, sizeof(float*))
+      .array("x", a.x, sizeof(T))
+      .array("gate_up", a.gate_up, sizeof(T*))
+      .array("down", a.down, sizeof(T*))
       .array("ids", a.ids, sizeof(int32_t))
       .array("weights", a.weights, sizeof(float))
-      .array("y", a.y, sizeof(float));
+      .array("y", a.y, sizeof(T));
   if (a.rows_used != nullptr)
     arguments.range("rows_used", a.rows_used->count(), a.rows, a.rows)
         .array("node_count", a.rows_used->node_count, sizeof(int32_t));
-  arguments.workspace(a.workspace, a.workspace_size, experts_workspace(a.rows, a.hidden, a.width, a.experts, a.chosen));
+  arguments.workspace(a.workspace, a.workspace_size,
+                      scratch_of<T>(nullptr, a.rows, a.hidden, a.width, a.experts, a.chosen).bytes);
   KDTREE_RETURN_IF_FAILED(arguments.status());
 
-  const Problem p{a, a.rows_used == nullptr ? Rows{} : *a.rows_used,
-                  scratch_of(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen)};
-  KDTREE_LAUNCH(experts_group_kernel, dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p);
+  const Problem<T> p{a, a.rows_used == nullptr ? Rows{} : *a.rows_used,
+                     scratch_of<T>(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen)};
+  KDTREE_LAUNCH((experts_group_kernel<T>), dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p);
   KDTREE_RETURN_IF_FAILED(check_launch("experts_group_kernel"));
   // One row: no expert has two.
   KDTREE_RETURN_IF_FAILED(a.rows == 1 ? multiply<1>(p, stream) : multiply<kTileRows>(p, stream));
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(a.hidden, 4 * kCombineThreads)));
-  KDTREE_LAUNCH(experts_combine_kernel, grid, dim3(kCombineThreads), 0, stream, p,
-                fours({a.y, p.scratch.out}, {a.hidden}));
+  KDTREE_LAUNCH((experts_combine_kernel<T>), grid, dim3(kCombineThreads), 0, stream, p,
+                fours<T>({a.y}, {a.hidden}) && fours({p.scratch.out}, {a.hidden}));
   return check_launch("experts_combine_kernel");
 }
+
+}  // namespace
+
+size_t experts_workspace(int rows, int hidden, int width, int experts, int chosen) {
+  if (rows < 1 || hidden < 1 || width < 1 || experts < 1 || chosen < 1) return 0;
+  return scratch_of<float>(nullptr, rows, hidden, width, experts, chosen).bytes;
+}
+
+kdtree_status experts(const ExpertsArgs<float>& args, cudaStream_t stream) { return multiply_experts(args, stream); }
+kdtree_status experts(const ExpertsArgs<uint16_t>& args, cudaStream_t stream) { return multiply_experts(args, stream); }
 
 }  // namespace kdtree

@@ -1,10 +1,12 @@
-// Grouped-query attention of a drafter's block over its context and itself, unmasked, float32.
+// Grouped-query attention of a drafter's block over its context and itself, unmasked, computed in
+// float32, of float32 or bf16.
 //
 // A block takes one row and up to 16 of the query heads that share a key head; the keys are the context's, then the
 // block's own.
 
 #include "kernels/attention.h"
 #include "kernels/attention_tile.h"
+#include "kernels/bf16.h"
 
 namespace kdtree {
 namespace {
@@ -15,7 +17,8 @@ size_t shared_bytes(int dim) {
 }
 
 // Grid: rows of all requests, key heads, groups of 16 query heads of a key head.
-__global__ void __launch_bounds__(kTileThreads, 1) gqa_attention_kernel(GqaAttentionArgs a) {
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads, 1) gqa_attention_kernel(GqaAttentionArgs<T> a) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int row = static_cast<int>(blockIdx.x), request = row / a.block_size;
   const int kv_head = static_cast<int>(blockIdx.y), group = a.heads / a.kv_heads;
@@ -34,22 +37,22 @@ __global__ void __launch_bounds__(kTileThreads, 1) gqa_attention_kernel(GqaAtten
 
   const int64_t query = (static_cast<int64_t>(row) * a.heads + kv_head * group + first) * a.dim;
   for (int i = threadIdx.x; i < kTileHeads * a.dim; i += blockDim.x)
-    tile.query[i / a.dim * stride + i % a.dim] = i < heads * a.dim ? a.q[query + i] : 0.0f;
+    tile.query[i / a.dim * stride + i % a.dim] = i < heads * a.dim ? widen(a.q[query + i]) : 0.0f;
 
   const int64_t pair = 2 * static_cast<int64_t>(a.kv_heads) * a.dim;  // keys and values of one position
-  const float* const old = a.context + static_cast<int64_t>(request) * a.capacity * pair + kv_head * a.dim;
-  const float* const own = a.block + static_cast<int64_t>(request) * a.block_size * pair + kv_head * a.dim;
+  const T* const old = a.context + static_cast<int64_t>(request) * a.capacity * pair + kv_head * a.dim;
+  const T* const own = a.block + static_cast<int64_t>(request) * a.block_size * pair + kv_head * a.dim;
   const int count = context + a.block_size;
   const float scale = 1.0f / sqrtf(static_cast<float>(a.dim));
   Attended sum;
   for (int begin = 0; begin < count; begin += kTileKeys) {
     for (int i = threadIdx.x; i < kTileKeys * a.dim; i += blockDim.x) {
       const int position = begin + i / a.dim, column = i % a.dim;
-      const float* const source = position < context ? old + position * pair : own + (position - context) * pair;
+      const T* const source = position < context ? old + position * pair : own + (position - context) * pair;
       const bool there = position < count;
-      tile.keys[i / a.dim * stride + column] = there ? source[column] : 0.0f;
+      tile.keys[i / a.dim * stride + column] = there ? widen(source[column]) : 0.0f;
       tile.values[i / a.dim * stride + column] =
-          there ? source[static_cast<int64_t>(a.kv_heads) * a.dim + column] : 0.0f;
+          there ? widen(source[static_cast<int64_t>(a.kv_heads) * a.dim + column]) : 0.0f;
     }
     __syncthreads();
     attend(tile, begin + static_cast<int>(threadIdx.x) % kTileKeys < count, scale, &sum);
@@ -60,13 +63,12 @@ __global__ void __launch_bounds__(kTileThreads, 1) gqa_attention_kernel(GqaAtten
     const int column = static_cast<int>(threadIdx.x) + c * kTileThreads;
     for (int h = 0; h < kTileHeads; ++h)
       if (column < a.dim && h < heads)
-        a.out[query + static_cast<int64_t>(h) * a.dim + column] = sum.values[c][h] / tile.factors[h];
+        a.out[query + static_cast<int64_t>(h) * a.dim + column] = stored<T>(sum.values[c][h] / tile.factors[h]);
   }
 }
 
-}  // namespace
-
-kdtree_status gqa_attention(const GqaAttentionArgs& a, cudaStream_t stream) {
+template <typename T>
+kdtree_status attend_block(const GqaAttentionArgs<T>& a, cudaStream_t stream) {
   Arguments arguments("gqa_attention");
   arguments.range("requests", a.requests, 1, KDTREE_MAX_REQUESTS)
       .range("block_size", a.block_size, 1, KDTREE_MAX_DEPTH + 1)
@@ -78,11 +80,20 @@ kdtree_status gqa_attention(const GqaAttentionArgs& a, cudaStream_t stream) {
   if (arguments.failed()) return arguments.status();
   const size_t bytes = shared_bytes(a.dim);
   KDTREE_RETURN_IF_FAILED(
-      allow_shared_memory(reinterpret_cast<const void*>(gqa_attention_kernel), "gqa_attention", bytes));
+      allow_shared_memory(reinterpret_cast<const void*>(gqa_attention_kernel<T>), "gqa_attention", bytes));
   const dim3 grid(static_cast<unsigned>(a.requests * a.block_size), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(ceil_div(a.heads / a.kv_heads, kTileHeads)));
-  KDTREE_LAUNCH(gqa_attention_kernel, grid, dim3(kTileThreads), bytes, stream, a);
+  KDTREE_LAUNCH((gqa_attention_kernel<T>), grid, dim3(kTileThreads), bytes, stream, a);
   return check_launch("gqa_attention_kernel");
+}
+
+}  // namespace
+
+kdtree_status gqa_attention(const GqaAttentionArgs<float>& args, cudaStream_t stream) {
+  return attend_block(args, stream);
+}
+kdtree_status gqa_attention(const GqaAttentionArgs<uint16_t>& args, cudaStream_t stream) {
+  return attend_block(args, stream);
 }
 
 }  // namespace kdtree

@@ -1,5 +1,7 @@
-// The layers of a transformer pass, float32: what each launcher reads and writes. Kernels by the same base name in
-// *.cu.
+// The layers of a transformer pass: what each launcher reads and writes. Kernels by the same base name in *.cu.
+//
+// T is float, or uint16_t: bf16 by its bits. Whatever T is, one element is computed in float32 and rounded to T once,
+// unless a comment says more.
 //
 // A row's result never depends on the other rows of the pass, on how many there are, or on its own place among them:
 // every sum runs in an order that the weight's shape alone decides. So plain decoding, a chain and a tree agree bit for
@@ -28,28 +30,35 @@ struct Rows {
 };
 
 // y[m, :] = table[token of row m, :]; zeros for rows past the used ones. table [V, hidden].
+template <typename T>
 struct EmbedArgs {
   Rows rows;
-  const float* table;
-  float* y;  // [M, hidden]
+  const T* table;
+  T* y;  // [M, hidden]
   int hidden;
 };
-kdtree_status embed(const EmbedArgs& args, cudaStream_t stream);
+kdtree_status embed(const EmbedArgs<float>& args, cudaStream_t stream);
+kdtree_status embed(const EmbedArgs<uint16_t>& args, cudaStream_t stream);
 
-// y = weight * (x / sqrt(mean(x^2) + eps)), per row of `width` values. x and y may be the same array.
+// y = weight * (x / sqrt(mean(x^2) + eps)), per row of `width` values. x and y may be the same array. The quotient is
+// rounded to T before the weight is multiplied, as in the published models.
+template <typename T>
 struct RmsNormArgs {
-  const float* x;
+  const T* x;
   int64_t x_stride;
-  const float* weight;  // [width]
-  float* y;
+  const T* weight;  // [width]
+  T* y;
   int64_t y_stride;
   int rows;
   int width;
   float eps;
+  float* wide = nullptr;  // [rows, width] the values of y for what computes in float32; may be NULL
 };
-kdtree_status rms_norm(const RmsNormArgs& args, cudaStream_t stream);
+kdtree_status rms_norm(const RmsNormArgs<float>& args, cudaStream_t stream);
+kdtree_status rms_norm(const RmsNormArgs<uint16_t>& args, cudaStream_t stream);
 
-// y = x w^T (+ add), for each of `batch` problems: x [rows, in], w [out, in], y [rows, out]. Strides in elements.
+// y = x w^T (+ add), for each of `batch` problems: x [rows, in], w [out, in], y [rows, out]. Strides in elements. Of
+// bf16: linear_bf16.h.
 struct LinearArgs {
   const float* x;
   int64_t x_stride, x_batch;
@@ -68,8 +77,9 @@ kdtree_status linear(const LinearArgs& args, Gemm gemm, cudaStream_t stream);
 
 // The pairs of x [rows, heads, width] turn by the angle of their row's position. In place.
 enum class RopeLayout : int { kInterleaved = 0, kHalf = 1 };
+template <typename T>
 struct RopeArgs {
-  float* x;
+  T* x;
   int64_t x_stride, head_stride;  // elements
   const float* cos;               // [positions, width / 2] tables, see rope_tables
   const float* sin;
@@ -78,15 +88,18 @@ struct RopeArgs {
   int rows, block, heads, width;  // block: N
   RopeLayout layout;
 };
-kdtree_status rope(const RopeArgs& args, cudaStream_t stream);
+kdtree_status rope(const RopeArgs<float>& args, cudaStream_t stream);
+kdtree_status rope(const RopeArgs<uint16_t>& args, cudaStream_t stream);
 
 // y[m, i] = silu(both[m, i]) * both[m, width + i].
+template <typename T>
 struct SwigluArgs {
-  const float* both;  // [rows, 2 * width] gate, then up
-  float* y;           // [rows, width]
+  const T* both;  // [rows, 2 * width] gate, then up
+  T* y;           // [rows, width]
   int rows, width;
 };
-kdtree_status swiglu(const SwigluArgs& args, cudaStream_t stream);
+kdtree_status swiglu(const SwigluArgs<float>& args, cudaStream_t stream);
+kdtree_status swiglu(const SwigluArgs<uint16_t>& args, cudaStream_t stream);
 
 // The experts of each row (DeepSeek-V3: sigmoid, groups, a bias that only chooses). reference/moe.py `route`.
 struct RouterArgs {
@@ -102,37 +115,45 @@ struct RouterArgs {
 kdtree_status router(const RouterArgs& args, cudaStream_t stream);
 
 // y[m, :] = sum over the row's choices, in their order, of weight * down_e(silu(gate_e x) * up_e x). Each chosen
-// expert's weights are read once a pass and tile of rows, not once a row.
+// expert's weights are read once a pass and tile of rows, not once a row. Rounded to T are the gated values and y. For
+// any sizes; experts_bf16.h has bf16 on tensor cores.
+template <typename T>
 struct ExpertsArgs {
-  const float* x;               // [rows, hidden]
-  const float* const* gate_up;  // device array [experts]: [2 * width, hidden] gate rows, then up rows
-  const float* const* down;     // device array [experts]: [hidden, width]
-  const int32_t* ids;           // [rows, chosen]
-  const float* weights;         // [rows, chosen]
-  const Rows* rows_used;        // NULL: all rows; else rows past the used ones are skipped (and left undefined in y)
-  float* y;                     // [rows, hidden]
+  const T* x;               // [rows, hidden]
+  const T* const* gate_up;  // device array [experts]: [2 * width, hidden] gate rows, then up rows
+  const T* const* down;     // device array [experts]: [hidden, width]
+  const int32_t* ids;       // [rows, chosen]
+  const float* weights;     // [rows, chosen]
+  const Rows* rows_used;    // NULL: all rows; else rows past the used ones are skipped (and left undefined in y)
+  T* y;                     // [rows, hidden]
   int rows, hidden, width, experts, chosen;
   void* workspace;
   size_t workspace_size;
 };
-size_t experts_workspace(int rows, int hidden, int width, int experts, int chosen);
-kdtree_status experts(const ExpertsArgs& args, cudaStream_t stream);
+size_t experts_workspace(int rows, int hidden, int width, int experts, int chosen);  // enough for either T
+kdtree_status experts(const ExpertsArgs<float>& args, cudaStream_t stream);
+kdtree_status experts(const ExpertsArgs<uint16_t>& args, cudaStream_t stream);
 
 // y = x + z, element by element.
 kdtree_status add(const float* x, const float* z, float* y, int64_t count, cudaStream_t stream);
+kdtree_status add(const uint16_t* x, const uint16_t* z, uint16_t* y, int64_t count, cudaStream_t stream);
 
 // dst[m, :width] = src[m, :width] for rows of any stride (elements); for features and cache rows.
+template <typename T>
 struct CopyRowsArgs {
-  const float* src;
+  const T* src;
   int64_t src_stride;
-  float* dst;
+  T* dst;
   int64_t dst_stride;
   int rows, width;
 };
-kdtree_status copy_rows(const CopyRowsArgs& args, cudaStream_t stream);
+kdtree_status copy_rows(const CopyRowsArgs<float>& args, cudaStream_t stream);
+kdtree_status copy_rows(const CopyRowsArgs<uint16_t>& args, cudaStream_t stream);
 
-// Rows m of a pass go to cache row prefix + i of their request, layer `layer`: src [M, row_bytes / 4].
+// Rows m of a pass go to cache row prefix + i of their request, layer `layer`: src [M, row_bytes / sizeof(T)].
 kdtree_status cache_write(const Rows& rows, const float* src, int64_t src_stride, const kdtree_cache_view& cache,
+                          int layer, cudaStream_t stream);
+kdtree_status cache_write(const Rows& rows, const uint16_t* src, int64_t src_stride, const kdtree_cache_view& cache,
                           int layer, cudaStream_t stream);
 
 // Tables [positions, width / 2] on the host: frequencies and angles as reference/rope.py, cos and sin taken in double

@@ -16,8 +16,11 @@
 // One row reads the weights at the full speed of the memory. The 32 partial sums that it needs for that are what keeps
 // many rows from larger tiles: their products then run at 20 TFLOP/s, half as fast as cuBLAS's.
 
+#include <type_traits>
+
 #include "common/error.h"
 #include "common/ptx.h"
+#include "kernels/linear_bf16.h"
 #include "kernels/linear_cublas.h"
 #include "kernels/linear_order.h"
 
@@ -32,12 +35,12 @@ constexpr int kTileWarps = 4;       // warps of a block along the outputs
 constexpr int kEnoughBlocks = 128;  // about one for each multiprocessor
 
 // Output (m, o) of one problem.
-struct Result {
+struct LinearResult {
   float* y;
   const float* add;
   int64_t stride;
 
-  __device__ Result(const LinearArgs& a, int64_t batch)
+  __device__ LinearResult(const LinearArgs& a, int64_t batch)
       : y(a.y + batch * a.y_batch), add(a.add == nullptr ? nullptr : a.add + batch * a.y_batch), stride(a.y_stride) {}
   __device__ void put(int64_t row, int out, float sum) const {
     const int64_t place = row * stride + out;
@@ -45,16 +48,20 @@ struct Result {
   }
 };
 
-template <int kRows, int kOuts>
-__global__ void __launch_bounds__(kStreamWarps* kWarp, 5) linear_stream_kernel(LinearArgs a) {
+__device__ LinearResult result_of(const LinearArgs& a, int64_t batch) { return {a, batch}; }
+__device__ LinearBf16Result result_of(const LinearBf16Args& a, int64_t batch) { return {a, batch}; }
+
+template <int kRows, int kOuts, class Args>
+__global__ void __launch_bounds__(kStreamWarps* kWarp, 5) linear_stream_kernel(Args a) {
+  using T = std::remove_pointer_t<decltype(a.x)>;  // const
   const int first_row = static_cast<int>(blockIdx.x) * kRows;
   const int first_out = (static_cast<int>(blockIdx.y) * kStreamWarps + warp_id()) * kOuts;
   if (first_out >= a.out) return;
   const int rows = min(kRows, a.rows - first_row), outs = min(kOuts, a.out - first_out);
-  const float* const x0 = a.x + blockIdx.z * a.x_batch + first_row * a.x_stride;
-  const float* const w0 = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out) * a.in;
-  const float* x[kRows];
-  const float* w[kOuts];
+  T* const x0 = a.x + blockIdx.z * a.x_batch + first_row * a.x_stride;
+  T* const w0 = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out) * a.in;
+  T* x[kRows];
+  T* w[kOuts];
   KDTREE_UNROLL
   for (int m = 0; m < kRows; ++m) x[m] = x0 + min(m, rows - 1) * a.x_stride;
   KDTREE_UNROLL
@@ -62,7 +69,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarp, 5) linear_stream_kernel(L
 
   float sum[kRows * kOuts] = {};
   add_terms<8 / kOuts>(x, rows, w, a.in, sum);
-  const Result result(a, blockIdx.z);
+  const auto result = result_of(a, blockIdx.z);
   join_all(sum, rows * kOuts, [&](int number, float value) {
     const int n = number % kOuts;
     if (n < outs) result.put(first_row + number / kOuts, first_out + n, value);
@@ -124,18 +131,18 @@ __global__ void __launch_bounds__(2 * kTileWarps * kWarp) linear_tile_kernel(Lin
       }
     }
   }
-  const Result result(a, blockIdx.z);
+  const LinearResult result(a, blockIdx.z);
   join_all(sum, own_rows * kOuts, [&](int number, float value) {
     const int n = own_first_out + number % kOuts;
     if (n < outs) result.put(first_row + own_first_row + number / kOuts, first_out + n, value);
   });
 }
 
-template <int kRows, int kOuts>
-kdtree_status launch_stream(const LinearArgs& a, cudaStream_t stream) {
+template <int kRows, int kOuts, class Args>
+kdtree_status launch_stream(const Args& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, kRows)),
                   static_cast<unsigned>(ceil_div(a.out, kStreamWarps * kOuts)), static_cast<unsigned>(a.batch));
-  KDTREE_LAUNCH((linear_stream_kernel<kRows, kOuts>), grid, dim3(kStreamWarps * kWarp), 0, stream, a);
+  KDTREE_LAUNCH((linear_stream_kernel<kRows, kOuts, Args>), grid, dim3(kStreamWarps * kWarp), 0, stream, a);
   return check_launch("linear_stream_kernel");
 }
 
@@ -157,8 +164,8 @@ Tiling tiling_of(int rows) {
   return {groups > 1 ? 2 : 1, static_cast<int>(ceil_div(rows, groups))};
 }
 
-template <int kRows>
-kdtree_status stream_of_rows(const LinearArgs& a, cudaStream_t stream) {
+template <int kRows, class Args>
+kdtree_status stream_of_rows(const Args& a, cudaStream_t stream) {
   // Long sums for few outputs: a warp for each, or too few of them would ask for memory.
   if (a.in >= 2048 && a.out < 4096) return launch_stream<kRows, 1>(a, stream);
   return launch_stream<kRows, 4>(a, stream);
@@ -174,23 +181,35 @@ kdtree_status linear_row_invariant(const LinearArgs& a, cudaStream_t stream) {
   return blocks >= kEnoughBlocks ? launch_tile<8, 2>(a, tiling, stream) : launch_tile<4, 3>(a, tiling, stream);
 }
 
-}  // namespace
-
-kdtree_status linear(const LinearArgs& a, Gemm gemm, cudaStream_t stream) {
-  Arguments arguments("linear");
+// What both types of arguments say alike. alignment: of y and add.
+template <class Args>
+Arguments checked(const char* call, const Args& a, size_t alignment) {
+  Arguments arguments(call);
   arguments.range("rows", a.rows, 1, kMostSize)
       .range("out", a.out, 1, kMostOutputs)
       .range("in", a.in, 1, kMostSize)
       .range("batch", a.batch, 1, 65535)
-      .range("gemm", static_cast<int>(gemm), 0, 1)
       .range("x_stride", a.x_stride, a.in, INT64_MAX)
       .range("y_stride", a.y_stride, a.out, INT64_MAX)
-      .array("x", a.x, sizeof(float))
-      .array("w", a.w, sizeof(float))
-      .array("y", a.y, sizeof(float))
-      .array("add", a.add, sizeof(float), false);
-  KDTREE_RETURN_IF_FAILED(arguments.status());
+      .array("x", a.x, sizeof(*a.x))
+      .array("w", a.w, sizeof(*a.w))
+      .array("y", a.y, alignment)
+      .array("add", a.add, alignment, false);
+  return arguments;
+}
+
+}  // namespace
+
+kdtree_status linear(const LinearArgs& a, Gemm gemm, cudaStream_t stream) {
+  Arguments arguments = checked("linear", a, sizeof(float));
+  KDTREE_RETURN_IF_FAILED(arguments.range("gemm", static_cast<int>(gemm), 0, 1).status());
   return gemm == Gemm::kCublas ? linear_cublas(a, stream) : linear_row_invariant(a, stream);
+}
+
+kdtree_status linear_bf16_any(const LinearBf16Args& a, cudaStream_t stream) {
+  KDTREE_RETURN_IF_FAILED(checked("linear_bf16_any", a, a.wide ? sizeof(float) : sizeof(uint16_t)).status());
+  if (a.rows == 1) return stream_of_rows<1>(a, stream);
+  return a.rows == 2 ? stream_of_rows<2>(a, stream) : stream_of_rows<4>(a, stream);
 }
 
 }  // namespace kdtree

@@ -28,24 +28,6 @@ constexpr int kVeryManyOutputs = 16384;
 constexpr size_t kLeastBytes = 96 << 10, kHalfBytes = 112 << 10, kWholeBytes = 208 << 10;
 constexpr int kMultiprocessors = 132;
 
-// Row, output of one problem.
-struct Result {
-  void* y;
-  const void* add;
-  int64_t stride;
-  bool wide;
-
-  __device__ void put(int64_t row, int out, float sum) const {
-    const int64_t place = row * stride + out;
-    if (wide) {
-      static_cast<float*>(y)[place] = add == nullptr ? sum : __fadd_rn(sum, static_cast<const float*>(add)[place]);
-    } else {
-      const uint16_t* const terms = static_cast<const uint16_t*>(add);
-      static_cast<uint16_t*>(y)[place] = narrow(terms == nullptr ? sum : __fadd_rn(sum, widen(terms[place])));
-    }
-  }
-};
-
 // tile_rows: of a block, at most Tile::kRows.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16Args a, int tile_rows) {
@@ -60,10 +42,7 @@ __global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16A
   bf16_multiply<Tile>(shared, a.in, Bf16Weights<false>{w, eight, 2 * eight, outs - part},
                       Bf16Rows{x, a.x_stride, rows - part});
 
-  const int64_t size = a.wide ? sizeof(float) : sizeof(uint16_t), skipped = blockIdx.z * a.y_batch * size;
-  const Result result{static_cast<unsigned char*>(a.y) + skipped,
-                      a.add == nullptr ? nullptr : static_cast<const unsigned char*>(a.add) + skipped, a.y_stride,
-                      a.wide};
+  const LinearBf16Result result(a, blockIdx.z);
   for (int i = static_cast<int>(threadIdx.x); i < rows * Tile::kOuts; i += Tile::kThreads) {
     const int row = i / Tile::kOuts, out = i % Tile::kOuts;
     if (out < outs) result.put(first_row + row, first_out + out, bf16_joined<Tile>(shared, row, out));

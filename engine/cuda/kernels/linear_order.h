@@ -22,10 +22,11 @@ __device__ __forceinline__ float add_products(float4 x, float4 w, int count, flo
 }
 
 // sum[m * kOuts + n] += the lane's terms of x[m] w[n], for m < rows. kSteps: values of j whose weights are on their way
-// together, to keep memory busy. kVector: rows are aligned to 16 bytes and `in` is a multiple of 4.
-template <bool kVector, int kSteps, int kRows, int kOuts>
-__device__ __forceinline__ void add_terms_as(const float* const (&x)[kRows], int rows, const float* const (&w)[kOuts],
-                                             int in, float (&sum)[kRows * kOuts]) {
+// together, to keep memory busy. kVector: rows are aligned to four elements and `in` is a multiple of 4. T: float, or
+// bf16 bits.
+template <bool kVector, int kSteps, typename T, int kRows, int kOuts>
+__device__ __forceinline__ void add_terms_as(const T* const (&x)[kRows], int rows, const T* const (&w)[kOuts], int in,
+                                             float (&sum)[kRows * kOuts]) {
   for (int first = 4 * lane_id(); first < in; first += kSteps * kWarpTerms) {
     float4 weights[kSteps][kOuts];
     KDTREE_UNROLL
@@ -55,15 +56,15 @@ __device__ __forceinline__ void add_terms_as(const float* const (&x)[kRows], int
 }
 
 // The same for rows of any alignment.
-template <int kSteps, int kRows, int kOuts>
-__device__ __forceinline__ void add_terms(const float* const (&x)[kRows], int rows, const float* const (&w)[kOuts],
-                                          int in, float (&sum)[kRows * kOuts]) {
-  uintptr_t places = 4 * static_cast<uintptr_t>(in);
+template <int kSteps, typename T, int kRows, int kOuts>
+__device__ __forceinline__ void add_terms(const T* const (&x)[kRows], int rows, const T* const (&w)[kOuts], int in,
+                                          float (&sum)[kRows * kOuts]) {
+  uintptr_t places = sizeof(T) * static_cast<uintptr_t>(in);
   KDTREE_UNROLL
   for (int m = 0; m < kRows; ++m) places |= reinterpret_cast<uintptr_t>(x[m]);
   KDTREE_UNROLL
   for (int n = 0; n < kOuts; ++n) places |= reinterpret_cast<uintptr_t>(w[n]);
-  if (places % sizeof(float4) == 0)
+  if (places % (4 * sizeof(T)) == 0)
     add_terms_as<true, kSteps>(x, rows, w, in, sum);
   else
     add_terms_as<false, 1>(x, rows, w, in, sum);

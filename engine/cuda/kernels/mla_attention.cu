@@ -1,4 +1,5 @@
-// MLA attention in the absorbed form over the latent cache, float32. attention.h says what, attention_tile.h how.
+// MLA attention in the absorbed form over the latent cache, computed in float32, of float32 or bf16. attention.h says
+// what, attention_tile.h how.
 //
 // A block takes 16 heads of one row. Keys lie in chunks that begin at multiples of 128 positions; a chunk is summed
 // tile by tile and the chunks are joined in order, by one formula: inside a block that walks through all of them, or by
@@ -6,6 +7,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/attention_tile.h"
+#include "kernels/bf16.h"
 #include "kernels/cache_row.h"
 
 namespace kdtree {
@@ -33,17 +35,18 @@ size_t partial_bytes(int64_t rows, int chunks, int heads, int rank) {
 }
 
 // The keys of one row: how many, and where the one of position p lies in the cache, or NULL if the row does not see it.
+template <typename T>
 struct Keys {
-  const MlaAttentionArgs& a;
+  const MlaAttentionArgs<T>& a;
   int row, request, prefix, count;
 
-  __device__ Keys(const MlaAttentionArgs& args, int row_)
+  __device__ Keys(const MlaAttentionArgs<T>& args, int row_)
       : a(args), row(row_), request(row / a.rows.width), prefix(a.rows.prefix_lengths[request]) {
     count = a.form == AttentionForm::kMask ? prefix + a.rows.node_count[request] + 1 : a.rows.positions[row] + 1;
     count = min(count, a.longest);
   }
 
-  __device__ const float* at(int position) const {
+  __device__ const T* at(int position) const {
     int place = position;
     if (position >= prefix) {
       const int offset = position - prefix;
@@ -56,33 +59,36 @@ struct Keys {
       }
     }
     const char* const base = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride;
-    return reinterpret_cast<const float*>(base + cache_row(a.cache, request, place));
+    return reinterpret_cast<const T*>(base + cache_row(a.cache, request, place));
   }
 };
 
-__device__ void load_query(const MlaAttentionArgs& a, int row, int first_head, const Tile& tile) {
+template <typename T>
+__device__ void load_query(const MlaAttentionArgs<T>& a, int row, int first_head, const Tile& tile) {
   const int stride = tile_stride(tile.width);
   for (int i = threadIdx.x; i < kTileHeads * tile.width; i += blockDim.x) {
     const int head = first_head + i / tile.width, column = i % tile.width;
     float value = 0;
     if (head < a.heads)
-      value = column < a.rank ? a.q_latent[row * a.q_latent_stride + head * a.q_latent_head + column]
-                              : a.q_rope[row * a.q_rope_stride + head * a.q_rope_head + column - a.rank];
+      value = widen(column < a.rank ? a.q_latent[row * a.q_latent_stride + head * a.q_latent_head + column]
+                                    : a.q_rope[row * a.q_rope_stride + head * a.q_rope_head + column - a.rank]);
     tile.query[i / tile.width * stride + column] = value;
   }
 }
 
-__device__ void load_keys(const Keys& keys, int first, int last, const Tile& tile) {
+template <typename T>
+__device__ void load_keys(const Keys<T>& keys, int first, int last, const Tile& tile) {
   const int stride = tile_stride(tile.width);
   for (int k = warp_id(); k < kTileKeys; k += warp_count()) {
-    const float* source = first + k < last ? keys.at(first + k) : nullptr;
+    const T* source = first + k < last ? keys.at(first + k) : nullptr;
     for (int i = lane_id(); i < tile.width; i += kWarp)
-      tile.keys[k * stride + i] = source != nullptr ? source[i] : 0.0f;
+      tile.keys[k * stride + i] = source != nullptr ? widen(source[i]) : 0.0f;
   }
 }
 
 // One chunk of the row's keys.
-__device__ void attend_chunk(const Keys& keys, int chunk, float scale, const Tile& tile, Attended* sum) {
+template <typename T>
+__device__ void attend_chunk(const Keys<T>& keys, int chunk, float scale, const Tile& tile, Attended* sum) {
   const int end = min(keys.count, (chunk + 1) * kChunk);
   for (int first = chunk * kChunk; first < end; first += kTileKeys) {
     load_keys(keys, first, end, tile);
@@ -92,10 +98,10 @@ __device__ void attend_chunk(const Keys& keys, int chunk, float scale, const Til
   }
 }
 
-__device__ Tile carve(unsigned char* shared, const MlaAttentionArgs& a) {
+__device__ Tile carve(unsigned char* shared, int rank, int rope) {
   Tile tile;
-  tile.width = a.rank + a.rope;
-  tile.columns = a.rank;
+  tile.width = rank + rope;
+  tile.columns = rank;
   tile.value_stride = tile_stride(tile.width);
   tile.query = reinterpret_cast<float*>(shared);
   tile.keys = tile.query + kTileHeads * tile_stride(tile.width);
@@ -105,23 +111,24 @@ __device__ Tile carve(unsigned char* shared, const MlaAttentionArgs& a) {
   return tile;
 }
 
-size_t shared_bytes(const MlaAttentionArgs& a) {
-  return sizeof(float) * (static_cast<size_t>(kTileHeads + kTileKeys) * tile_stride(a.rank + a.rope) +
-                          kTileKeys * kTileHeads + kTileHeads);
+size_t shared_bytes(int width) {
+  return sizeof(float) *
+         (static_cast<size_t>(kTileHeads + kTileKeys) * tile_stride(width) + kTileKeys * kTileHeads + kTileHeads);
 }
 
 // Grid: rows, groups of 16 heads, and chunks or 1.
-__global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAttentionArgs a, int chunks, bool walk) {
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAttentionArgs<T> a, int chunks, bool walk) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int row = static_cast<int>(blockIdx.x), first_head = static_cast<int>(blockIdx.y) * kTileHeads;
   const int head = first_head + static_cast<int>(threadIdx.x) / kTileKeys;
   const bool one_of_head = static_cast<int>(threadIdx.x) % kTileKeys == 0 && head < a.heads;
   const bool used = a.rows.used(row);
   if (!used && !walk) return;  // the joining kernel writes the zeros
-  const Tile tile = carve(shared, a);
+  const Tile tile = carve(shared, a.rank, a.rope);
   Attended sum;
   if (used) {
-    const Keys keys(a, row);
+    const Keys<T> keys(a, row);
     const int first = walk ? 0 : static_cast<int>(blockIdx.z);
     if (!walk && first * kChunk >= keys.count) return;
     const int end = walk ? static_cast<int>(ceil_div(keys.count, kChunk)) : first + 1;
@@ -143,15 +150,15 @@ __global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAtten
       __syncthreads();
     }
   }
-  float* out = a.out + static_cast<int64_t>(row) * a.heads * a.rank;
+  float* values = nullptr;  // of the chunk, if it is one of several
   if (!walk) {
     const Partials partials(a.workspace, a.rows.count(), chunks, a.heads, a.rank);
     const int64_t at = (static_cast<int64_t>(row) * chunks + blockIdx.z) * a.heads;
+    values = partials.values + at * a.rank;
     if (one_of_head) {
       partials.peaks[at + head] = sum.peak;
       partials.totals[at + head] = sum.total;
     }
-    out = partials.values + at * a.rank;
   } else if (one_of_head && a.lse != nullptr) {
     a.lse[static_cast<int64_t>(row) * a.heads + head] = sum.total == 0 ? -INFINITY : sum.peak + logf(sum.total);
   }
@@ -159,19 +166,26 @@ __global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAtten
   __syncthreads();
   for (int c = 0; c < kTileColumns; ++c) {
     const int column = static_cast<int>(threadIdx.x) + c * kTileThreads;
-    for (int h = 0; h < kTileHeads; ++h)
-      if (column < a.rank && first_head + h < a.heads)
-        out[static_cast<int64_t>(first_head + h) * a.rank + column] = sum.values[c][h] / tile.factors[h];
+    for (int h = 0; h < kTileHeads; ++h) {
+      if (column >= a.rank || first_head + h >= a.heads) continue;
+      const float value = sum.values[c][h] / tile.factors[h];
+      const int64_t place = static_cast<int64_t>(first_head + h) * a.rank + column;
+      if (walk)
+        a.out[static_cast<int64_t>(row) * a.heads * a.rank + place] = stored<T>(value);
+      else
+        values[place] = value;
+    }
   }
 }
 
 // Grid: rows, heads. Joins the chunks of one head in their order.
-__global__ void __launch_bounds__(kTileThreads, 1) mla_join_kernel(MlaAttentionArgs a, int chunks) {
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads, 1) mla_join_kernel(MlaAttentionArgs<T> a, int chunks) {
   const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
   const Partials partials(a.workspace, a.rows.count(), chunks, a.heads, a.rank);
   float peak = -INFINITY, total = 0, values[kTileColumns] = {};
   if (a.rows.used(row)) {
-    const Keys keys(a, row);
+    const Keys<T> keys(a, row);
     for (int chunk = 0; chunk * kChunk < keys.count; ++chunk) {
       const int64_t at = (static_cast<int64_t>(row) * chunks + chunk) * a.heads + head;
       const Join join(peak, partials.peaks[at]);
@@ -188,8 +202,38 @@ __global__ void __launch_bounds__(kTileThreads, 1) mla_join_kernel(MlaAttentionA
   for (int c = 0; c < kTileColumns; ++c) {
     const int column = static_cast<int>(threadIdx.x) + c * kTileThreads;
     if (column < a.rank)
-      a.out[(static_cast<int64_t>(row) * a.heads + head) * a.rank + column] = total == 0 ? 0.0f : values[c] / total;
+      a.out[(static_cast<int64_t>(row) * a.heads + head) * a.rank + column] =
+          stored<T>(total == 0 ? 0.0f : values[c] / total);
   }
+}
+
+template <typename T>
+kdtree_status attend_rows(const MlaAttentionArgs<T>& a, cudaStream_t stream) {
+  Arguments arguments("mla_attention");
+  arguments.range("rows", a.rows.count(), 1, INT32_MAX)
+      .range("heads", a.heads, 1, 65535)
+      .range("rank", a.rank, 1, kMostRank)
+      .range("rope", a.rope, 0, kMostRank)
+      .range("longest", a.longest, 1, INT32_MAX - kChunk)
+      .range("row_bytes", a.cache.row_bytes, static_cast<int64_t>(sizeof(T)) * (a.rank + a.rope),
+             static_cast<int64_t>(sizeof(T)) * (a.rank + a.rope))
+      .array("cache", a.cache.base, sizeof(T))
+      .array("visibility", a.rows.visibility, 4, a.form == AttentionForm::kMask);
+  if (arguments.failed()) return arguments.status();
+  const int chunks = static_cast<int>(ceil_div(a.longest, kChunk));
+  const bool walk = chunks > 65535 || a.workspace == nullptr ||
+                    a.workspace_size < partial_bytes(a.rows.count(), chunks, a.heads, a.rank);
+  const size_t bytes = shared_bytes(a.rank + a.rope);
+  KDTREE_RETURN_IF_FAILED(
+      allow_shared_memory(reinterpret_cast<const void*>(mla_attention_kernel<T>), "mla_attention", bytes));
+  const dim3 grid(static_cast<unsigned>(a.rows.count()), static_cast<unsigned>(ceil_div(a.heads, kTileHeads)),
+                  walk ? 1u : static_cast<unsigned>(chunks));
+  KDTREE_LAUNCH((mla_attention_kernel<T>), grid, dim3(kTileThreads), bytes, stream, a, chunks, walk);
+  KDTREE_RETURN_IF_FAILED(check_launch("mla_attention_kernel"));
+  if (walk) return KDTREE_OK;
+  KDTREE_LAUNCH((mla_join_kernel<T>), dim3(static_cast<unsigned>(a.rows.count()), static_cast<unsigned>(a.heads)),
+                dim3(kTileThreads), 0, stream, a, chunks);
+  return check_launch("mla_join_kernel");
 }
 
 }  // namespace
@@ -199,32 +243,11 @@ size_t mla_attention_workspace(int rows, int heads, int rank, int longest) {
   return bytes < kMostPartials ? bytes : kMostPartials;
 }
 
-kdtree_status mla_attention(const MlaAttentionArgs& a, cudaStream_t stream) {
-  Arguments arguments("mla_attention");
-  arguments.range("rows", a.rows.count(), 1, INT32_MAX)
-      .range("heads", a.heads, 1, 65535)
-      .range("rank", a.rank, 1, kMostRank)
-      .range("rope", a.rope, 0, kMostRank)
-      .range("longest", a.longest, 1, INT32_MAX - kChunk)
-      .range("row_bytes", a.cache.row_bytes, static_cast<int64_t>(sizeof(float)) * (a.rank + a.rope),
-             static_cast<int64_t>(sizeof(float)) * (a.rank + a.rope))
-      .array("cache", a.cache.base, sizeof(float))
-      .array("visibility", a.rows.visibility, 4, a.form == AttentionForm::kMask);
-  if (arguments.failed()) return arguments.status();
-  const int chunks = static_cast<int>(ceil_div(a.longest, kChunk));
-  const bool walk = chunks > 65535 || a.workspace == nullptr ||
-                    a.workspace_size < partial_bytes(a.rows.count(), chunks, a.heads, a.rank);
-  const size_t bytes = shared_bytes(a);
-  KDTREE_RETURN_IF_FAILED(
-      allow_shared_memory(reinterpret_cast<const void*>(mla_attention_kernel), "mla_attention", bytes));
-  const dim3 grid(static_cast<unsigned>(a.rows.count()), static_cast<unsigned>(ceil_div(a.heads, kTileHeads)),
-                  walk ? 1u : static_cast<unsigned>(chunks));
-  KDTREE_LAUNCH(mla_attention_kernel, grid, dim3(kTileThreads), bytes, stream, a, chunks, walk);
-  KDTREE_RETURN_IF_FAILED(check_launch("mla_attention_kernel"));
-  if (walk) return KDTREE_OK;
-  KDTREE_LAUNCH(mla_join_kernel, dim3(static_cast<unsigned>(a.rows.count()), static_cast<unsigned>(a.heads)),
-                dim3(kTileThreads), 0, stream, a, chunks);
-  return check_launch("mla_join_kernel");
+kdtree_status mla_attention(const MlaAttentionArgs<float>& args, cudaStream_t stream) {
+  return attend_rows(args, stream);
+}
+kdtree_status mla_attention(const MlaAttentionArgs<uint16_t>& args, cudaStream_t stream) {
+  return attend_rows(args, stream);
 }
 
 }  // namespace kdtree

@@ -1,11 +1,13 @@
 // Rotary embedding: pair i of a head turns by the angle of its row's position. A thread for a pair.
 //
-// Products are rounded before they meet, as in the reference: no fused multiply-add.
+// Products are rounded to float32 before they meet, as in the reference: no fused multiply-add. bf16 is rounded once,
+// at the end.
 
 #include <cmath>
 #include <vector>
 
 #include "common/error.h"
+#include "kernels/bf16.h"
 #include "kernels/layers.h"
 
 namespace kdtree {
@@ -13,20 +15,21 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs a) {
+template <typename T>
+__global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> a) {
   const int row = static_cast<int>(blockIdx.x);
   if (a.node_count != nullptr && row % a.block > a.node_count[row / a.block]) return;
   const int half = a.width / 2;
   const int64_t pair = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
   if (pair >= static_cast<int64_t>(a.heads) * half) return;
   const int i = static_cast<int>(pair % half);
-  float* const head = a.x + row * a.x_stride + pair / half * a.head_stride;
-  float& first = head[a.layout == RopeLayout::kHalf ? i : 2 * i];
-  float& second = head[a.layout == RopeLayout::kHalf ? i + half : 2 * i + 1];
+  T* const head = a.x + row * a.x_stride + pair / half * a.head_stride;
+  T& first = head[a.layout == RopeLayout::kHalf ? i : 2 * i];
+  T& second = head[a.layout == RopeLayout::kHalf ? i + half : 2 * i + 1];
   const int64_t entry = static_cast<int64_t>(a.positions[row]) * half + i;
-  const float cos = a.cos[entry], sin = a.sin[entry], x = first, y = second;
-  first = __fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin));
-  second = __fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin));
+  const float cos = a.cos[entry], sin = a.sin[entry], x = widen(first), y = widen(second);
+  first = stored<T>(__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)));
+  second = stored<T>(__fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin)));
 }
 
 // Which (fractional) pair makes `rotations` full turns over the original context.
@@ -59,9 +62,8 @@ std::vector<float> frequencies(const RopeParameters& p, int width) {
   return result;
 }
 
-}  // namespace
-
-kdtree_status rope(const RopeArgs& a, cudaStream_t stream) {
+template <typename T>
+kdtree_status rope_rows(const RopeArgs<T>& a, cudaStream_t stream) {
   Arguments arguments("rope");
   arguments.range("rows", a.rows, 1, 0x7fffffff)
       .range("heads", a.heads, 1, 1 << 20)
@@ -69,7 +71,7 @@ kdtree_status rope(const RopeArgs& a, cudaStream_t stream) {
       .range("width % 2", a.width % 2, 0, 0)
       .range("heads * width / 2", static_cast<int64_t>(a.heads) * (a.width / 2), 1, 65535 * kThreads)
       .range("layout", static_cast<int>(a.layout), 0, 1)
-      .array("x", a.x, sizeof(float))
+      .array("x", a.x, sizeof(T))
       .array("cos", a.cos, sizeof(float))
       .array("sin", a.sin, sizeof(float))
       .array("positions", a.positions, sizeof(int32_t))
@@ -79,9 +81,14 @@ kdtree_status rope(const RopeArgs& a, cudaStream_t stream) {
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const int64_t pairs = static_cast<int64_t>(a.heads) * (a.width / 2);
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(pairs, kThreads)));
-  KDTREE_LAUNCH(rope_kernel, grid, dim3(kThreads), 0, stream, a);
+  KDTREE_LAUNCH((rope_kernel<T>), grid, dim3(kThreads), 0, stream, a);
   return check_launch("rope_kernel");
 }
+
+}  // namespace
+
+kdtree_status rope(const RopeArgs<float>& args, cudaStream_t stream) { return rope_rows(args, stream); }
+kdtree_status rope(const RopeArgs<uint16_t>& args, cudaStream_t stream) { return rope_rows(args, stream); }
 
 void rope_tables(const RopeParameters& parameters, int width, int positions, float* cos, float* sin) {
   const std::vector<float> frequency = frequencies(parameters, width);

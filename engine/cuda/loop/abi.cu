@@ -1,5 +1,6 @@
 // The C ABI of decoding: handles, and exceptions turned into statuses.
 
+#include <cstddef>
 #include <cstring>
 #include <new>
 
@@ -43,6 +44,15 @@ void same_size(const char* call, size_t given, size_t expected) {
   if (given != expected)
     throw EngineFailure(KDTREE_VERSION, std::string(call) + ": struct_size is " + std::to_string(given) +
                                             ", this library's is " + std::to_string(expected));
+}
+
+// A struct that grew at its end: of callers that know its first `known` bytes, the rest is 0.
+template <typename T>
+T grown(const char* call, const T& given, size_t known) {
+  T whole{};
+  if (given.struct_size != known) same_size(call, given.struct_size, sizeof(T));
+  std::memcpy(&whole, &given, given.struct_size);
+  return whole;
 }
 
 const Progress& progress_of(const char* call, const kdtree_run* run, int32_t request) {
@@ -95,8 +105,7 @@ extern "C" kdtree_status kdtree_model_put(kdtree_model* model, const kdtree_tens
     if (elements < 0 || static_cast<size_t>(elements) * element != tensor->size)
       throw ModelError(std::string(tensor->name) + " " + shape_text(made.shape) + " of " + made.dtype + " has " +
                        std::to_string(tensor->size) + " bytes");
-    const auto* bytes = static_cast<const unsigned char*>(tensor->data);
-    made.data.assign(bytes, bytes + tensor->size);
+    made.data = Bytes::copied(tensor->data, tensor->size);
     model->tensors[tensor->name] = std::move(made);
   });
 }
@@ -117,10 +126,10 @@ extern "C" kdtree_status kdtree_decoder_create(const kdtree_decoder_args* args, 
     const char* const call = "kdtree_decoder_create";
     needed(call, "args", args);
     needed(call, "decoder", decoder);
-    same_size(call, args->struct_size, sizeof(*args));
+    const kdtree_decoder_args whole = grown(call, *args, offsetof(kdtree_decoder_args, dtype));
     needed(call, "target", args->target);
     *decoder = new kdtree_decoder{
-        Decoder(*args, args->target->tensors, args->drafter != nullptr ? &args->drafter->tensors : nullptr)};
+        Decoder(whole, args->target->tensors, args->drafter != nullptr ? &args->drafter->tensors : nullptr)};
   });
 }
 
@@ -128,8 +137,11 @@ extern "C" kdtree_status kdtree_decoder_query(const kdtree_decoder* decoder, kdt
   return guarded([&] {
     needed("kdtree_decoder_query", "decoder", decoder);
     needed("kdtree_decoder_query", "info", info);
-    same_size("kdtree_decoder_query", info->struct_size, sizeof(*info));
-    *info = decoder->decoder.info();
+    const size_t size = info->struct_size;
+    if (size != offsetof(kdtree_decoder_info, dtype)) same_size("kdtree_decoder_query", size, sizeof(*info));
+    kdtree_decoder_info found = decoder->decoder.info();
+    found.struct_size = static_cast<uint32_t>(size);
+    std::memcpy(info, &found, size);
   });
 }
 

@@ -38,14 +38,16 @@ struct Run::Buffers {
   int32_t *ids, *node_count, *tokens, *parents, *depths, *ranks, *positions, *paths, *choices, *accepted, *path, *bonus;
   uint32_t* visibility;
   double* scores;
-  float *logits, *features;
+  float* logits;
+  unsigned char* features;
   unsigned char *topk_workspace, *tree_workspace, *choice_workspace, *prompt_choice_workspace;
   size_t topk_bytes, tree_bytes, choice_bytes, prompt_choice_bytes;
   Record* records;
   Record* host_records = nullptr;  // pinned
   // Of a prompt pass.
   int32_t *prompt_tokens, *prompt_positions, *last_positions, *ends, *prompt_choices, *first_roots;
-  float *prompt_logits, *prompt_features;
+  float* prompt_logits;
+  unsigned char* prompt_features;
 
   ~Buffers() {
     if (host_records != nullptr) (void)cudaFreeHost(host_records);

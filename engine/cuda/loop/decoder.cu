@@ -16,7 +16,9 @@ kdtree_decoder_args checked(kdtree_decoder_args args) {
       .range("prefill_rows", args.prefill_rows, 0, 1 << 20)
       .range("cache_block_size", args.cache_block_size, 0, INT32_MAX)
       .range("gemm", args.gemm, 0, 1)
-      .range("attention", args.attention, 0, 1);
+      .range("attention", args.attention, 0, 1)
+      .range("dtype", args.dtype, KDTREE_F32, KDTREE_BF16)
+      .range("reserved", args.reserved, 0, 0);
   require(arguments.status());
   if (args.prefill_rows == 0) args.prefill_rows = kDefaultPrefillRows;
   return args;
@@ -36,7 +38,8 @@ Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const
     args_.block_size = kDefaultBlock;
   }
   taps_ = taps.size();
-  const Arithmetic arithmetic{static_cast<Gemm>(args_.gemm), static_cast<AttentionForm>(args_.attention)};
+  const Arithmetic arithmetic{static_cast<Gemm>(args_.gemm), static_cast<AttentionForm>(args_.attention),
+                              static_cast<kdtree_dtype>(args_.dtype)};
   const int widest = std::max({1 + args_.max_budget, args_.block_size, prompt_width()});
   const int64_t rows = static_cast<int64_t>(args_.max_requests) * widest;
   Arguments arguments("kdtree_decoder_create");
@@ -44,11 +47,11 @@ Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const
   target_ = std::make_unique<Target>(target, static_cast<int>(rows), args_.capacity, std::move(taps), arithmetic);
   if (drafter != nullptr)
     drafter_ = std::make_unique<Drafter>(*drafter, *target_, args_.max_requests, args_.capacity,
-                                         std::max(args_.block_size, prompt_width()), args_.block_size, arithmetic);
+                                         std::max(args_.block_size, prompt_width()), args_.block_size);
 
   const TargetConfig& c = target_->config();
   const int64_t requests = args_.max_requests, layers = c.num_hidden_layers;
-  cache_.row_bytes = static_cast<int32_t>(sizeof(float)) * (c.kv_lora_rank + c.qk_rope_head_dim);
+  cache_.row_bytes = static_cast<int32_t>(arithmetic.element()) * (c.kv_lora_rank + c.qk_rope_head_dim);
   cache_.row_stride = cache_.row_bytes;
   cache_.layers = c.num_hidden_layers;
   cache_.capacity = args_.capacity;
@@ -85,6 +88,10 @@ kdtree_decoder_info Decoder::info() const {
   info.model_bytes = target_->weight_bytes() + (drafter_ ? drafter_->weight_bytes() : 0);
   info.scratch_bytes = target_->scratch_bytes() + (drafter_ ? drafter_->scratch_bytes() : 0);
   info.cache_bytes = cache_memory_.bytes() + table_memory_.bytes();
+  info.dtype = args_.dtype;
+  const bool products = target_->products_on_tensor_cores() && (!drafter_ || drafter_->products_on_tensor_cores());
+  info.products_path = products ? KDTREE_PATH_TENSOR_CORES : KDTREE_PATH_GENERAL;
+  info.attention_path = target_->attention_on_tensor_cores() ? KDTREE_PATH_TENSOR_CORES : KDTREE_PATH_GENERAL;
   return info;
 }
 

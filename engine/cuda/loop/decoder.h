@@ -18,7 +18,9 @@ class Decoder {
   Drafter* drafter() { return drafter_.get(); }  // NULL: none
   const kdtree_cache_view& cache() const { return cache_; }
   int vocab_size() const { return target_->config().vocab_size; }
-  int features() const { return static_cast<int>(taps_) * target_->config().hidden_size; }  // floats of a row
+  size_t feature_bytes() const {  // of a row
+    return taps_ * static_cast<size_t>(target_->config().hidden_size) * target_->arithmetic().element();
+  }
   int most_depth() const { return args_.block_size - 1; }
   // Prompt rows of each request in one pass.
   int prompt_width() const { return std::max(args_.prefill_rows / args_.max_requests, 1); }

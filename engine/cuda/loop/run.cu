@@ -85,7 +85,7 @@ void Run::make_buffers(const kdtree_run_args& args) {
   capacities_.assign(capacities.begin(), capacities.end());
 
   const size_t n = static_cast<size_t>(budget_) + 1, l = static_cast<size_t>(depth_), k = static_cast<size_t>(width_);
-  const size_t v = static_cast<size_t>(vocab_), features = static_cast<size_t>(decoder_->features());
+  const size_t v = static_cast<size_t>(vocab_), features = decoder_->feature_bytes();
   const size_t chunk = static_cast<size_t>(decoder_->prompt_width());
   for (int32_t** array : {&d.budgets,     &d.capacities,     &d.blocks,         &d.stop_counts,    &d.full_finish,
                           &d.uses_dflash, &d.prompt_lengths, &d.top_k,          &d.prefix,         &d.root,

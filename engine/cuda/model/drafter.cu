@@ -1,22 +1,25 @@
 #include <algorithm>
 
 #include "model/drafter.h"
+#include "model/products.h"
 #include "model/weights.h"
 
 namespace kdtree {
 namespace {
 
+template <typename T>
 struct DraftLayer {
-  const float *input_norm, *post_attention_norm;
-  const float *q, *kv, *o;  // kv: k_proj rows, then v_proj rows
-  const float *q_norm, *k_norm;
-  SwigluWeights mlp;
+  const T *input_norm, *post_attention_norm;
+  const T *q, *kv, *o;  // kv: k_proj rows, then v_proj rows
+  const T *q_norm, *k_norm;
+  SwigluWeights<T> mlp;
 };
 
 // Accepted rows of the features, gathered so that request r's m-th new position is row r * width + m; their absolute
 // positions; and how many there are. Rows past them are zeros at position 0.
-__global__ void gather_kernel(const float* features, int width, int columns, const int32_t* path, int path_stride,
-                              const int32_t* accepted, const int32_t* lengths, float* gathered, int new_rows,
+template <typename T>
+__global__ void gather_kernel(const T* features, int width, int columns, const int32_t* path, int path_stride,
+                              const int32_t* accepted, const int32_t* lengths, T* gathered, int new_rows,
                               int32_t* positions, int32_t* counts) {
   const int request = static_cast<int>(blockIdx.y), m = static_cast<int>(blockIdx.x);
   const int last = min(accepted[request], new_rows - 1);
@@ -24,7 +27,7 @@ __global__ void gather_kernel(const float* features, int width, int columns, con
   const int source = m > last ? -1 : path != nullptr ? path[static_cast<int64_t>(request) * path_stride + m] : m;
   for (int i = threadIdx.x; i < columns; i += blockDim.x)
     gathered[row * columns + i] =
-        source < 0 ? 0.0f : features[(static_cast<int64_t>(request) * width + source) * columns + i];
+        source < 0 ? T{0} : features[(static_cast<int64_t>(request) * width + source) * columns + i];
   if (threadIdx.x == 0) {
     positions[row] = source < 0 ? 0 : lengths[request] + m;
     if (m == 0) counts[request] = last;
@@ -32,12 +35,13 @@ __global__ void gather_kernel(const float* features, int width, int columns, con
 }
 
 // New keys and values [R, new_rows, 2, kv_heads, dim] go to their context positions.
-__global__ void store_context_kernel(const float* pairs, const int32_t* positions, const int32_t* counts,
-                                     float* context, int new_rows, int capacity, int pair) {
+template <typename T>
+__global__ void store_context_kernel(const T* pairs, const int32_t* positions, const int32_t* counts, T* context,
+                                     int new_rows, int capacity, int pair) {
   const int request = static_cast<int>(blockIdx.y), m = static_cast<int>(blockIdx.x);
   if (m > counts[request]) return;
   const int64_t row = static_cast<int64_t>(request) * new_rows + m;
-  float* const target = context + (static_cast<int64_t>(request) * capacity + positions[row]) * pair;
+  T* const target = context + (static_cast<int64_t>(request) * capacity + positions[row]) * pair;
   for (int i = threadIdx.x; i < pair; i += blockDim.x) target[i] = pairs[row * pair + i];
 }
 
@@ -53,7 +57,8 @@ __global__ void block_kernel(const int32_t* roots, const int32_t* lengths, int m
 }
 
 // Rows 1.. of each block, for the head: y [R, block - 1, hidden].
-__global__ void drop_first_kernel(const float* x, float* y, int block, int hidden) {
+template <typename T>
+__global__ void drop_first_kernel(const T* x, T* y, int block, int hidden) {
   const int request = static_cast<int>(blockIdx.y), row = static_cast<int>(blockIdx.x);
   for (int i = threadIdx.x; i < hidden; i += blockDim.x)
     y[(static_cast<int64_t>(request) * (block - 1) + row) * hidden + i] =
@@ -62,22 +67,25 @@ __global__ void drop_first_kernel(const float* x, float* y, int block, int hidde
 
 constexpr int kThreads = 128;
 
-}  // namespace
-
-struct Drafter::Weights {
+template <typename T>
+struct DraftWeights {
   WeightStore store;
-  const float *embedding, *head;  // the target's
-  const float *fc, *hidden_norm, *norm, *cos, *sin;
-  std::vector<DraftLayer> layers;
+  const T *embedding, *head;  // the target's
+  const T *fc, *hidden_norm, *norm;
+  const float *cos, *sin;
+  std::vector<DraftLayer<T>> layers;
 
-  Weights(const TensorMap& tensors, const DrafterConfig& c, const Target& target, int positions)
-      : store(tensors), embedding(target.embedding()), head(target.head()), layers(c.num_hidden_layers) {
+  DraftWeights(const TensorMap& tensors, const DrafterConfig& c, const Target& target, int positions)
+      : store(tensors),
+        embedding(static_cast<const T*>(target.embedding())),
+        head(static_cast<const T*>(target.head())),
+        layers(static_cast<size_t>(c.num_hidden_layers)) {
     check_weights(tensors, c.weight_shapes(), {});
     store.take(&fc, "fc.weight");
     store.take(&hidden_norm, "hidden_norm.weight");
     store.take(&norm, "norm.weight");
     for (int i = 0; i < c.num_hidden_layers; ++i) {
-      DraftLayer& layer = layers[static_cast<size_t>(i)];
+      DraftLayer<T>& layer = layers[static_cast<size_t>(i)];
       const std::string at = "layers." + std::to_string(i) + ".", attention = at + "self_attn.";
       store.take(&layer.input_norm, at + "input_layernorm.weight");
       store.take(&layer.post_attention_norm, at + "post_attention_layernorm.weight");
@@ -91,43 +99,38 @@ struct Drafter::Weights {
     std::vector<float> turns[2];
     for (std::vector<float>& table : turns) table.resize(static_cast<size_t>(positions) * c.head_dim / 2);
     rope_tables(c.rope, c.head_dim, positions, turns[0].data(), turns[1].data());
-    store.add(&cos, [&] { return turns[0]; });
-    store.add(&sin, [&] { return turns[1]; });
+    store.add(&cos, std::move(turns[0]));
+    store.add(&sin, std::move(turns[1]));
     store.upload();
   }
 };
 
-struct Drafter::Scratch {
-  int requests, capacity, new_rows, block;
-  Gemm gemm;
+template <typename T>
+struct DraftScratch {
+  int capacity, new_rows;
   Arena arena;
-  std::vector<float*> context;  // per layer [R, capacity, 2, kv_heads, dim]
+  std::vector<T*> context;  // per layer [R, capacity, 2, kv_heads, dim]
   // Of new positions.
-  float *gathered, *projected, *pairs;
+  T *gathered, *projected, *pairs;
   int32_t *new_positions, *new_counts;
   // Of a block.
-  float *x, *normed, *q, *kv, *heads, *out, *both, *act, *last;
+  T *x, *normed, *q, *kv, *heads, *out, *both, *act, *last;
   int32_t *tokens, *positions, *node_count;
 
-  Scratch(const DrafterConfig& c, int requests_, int capacity_, int new_rows_, int block_, Gemm gemm_)
-      : requests(requests_),
-        capacity(capacity_),
-        new_rows(new_rows_),
-        block(block_),
-        gemm(gemm_),
-        context(static_cast<size_t>(c.num_hidden_layers)) {
+  DraftScratch(const DrafterConfig& c, int requests, int capacity_, int new_rows_, int block)
+      : capacity(capacity_), new_rows(new_rows_), context(static_cast<size_t>(c.num_hidden_layers)) {
     const size_t hidden = static_cast<size_t>(c.hidden_size), width = static_cast<size_t>(c.intermediate_size);
     const size_t query = static_cast<size_t>(c.num_attention_heads) * static_cast<size_t>(c.head_dim);
     const size_t pair = 2 * static_cast<size_t>(c.num_key_value_heads) * static_cast<size_t>(c.head_dim);
     const size_t taps = c.target_layer_ids.size(), all = static_cast<size_t>(requests);
     const size_t fresh = all * static_cast<size_t>(new_rows), rows = all * static_cast<size_t>(block);
-    for (float*& layer : context) arena.plan(&layer, all * static_cast<size_t>(capacity) * pair);
+    for (T*& layer : context) arena.plan(&layer, all * static_cast<size_t>(capacity) * pair);
     arena.plan(&gathered, fresh * taps * hidden);
     arena.plan(&projected, fresh * hidden);
     arena.plan(&pairs, fresh * pair);
     arena.plan(&new_positions, fresh);
     arena.plan(&new_counts, all);
-    for (float** array : {&x, &normed, &out, &last}) arena.plan(array, rows * hidden);
+    for (T** array : {&x, &normed, &out, &last}) arena.plan(array, rows * hidden);
     arena.plan(&q, rows * query);
     arena.plan(&heads, rows * query);
     arena.plan(&kv, rows * pair);
@@ -140,8 +143,176 @@ struct Drafter::Scratch {
   }
 };
 
+template <typename T>
+bool products_fit(const DrafterConfig& c) {
+  return fit_tensor_cores<T>(
+      {c.hidden_size, c.intermediate_size, static_cast<int64_t>(c.num_attention_heads) * c.head_dim});
+}
+
+}  // namespace
+
+struct Drafter::Body {
+  virtual ~Body() = default;
+  virtual void observe(const void* features, int width, const int32_t* path, int path_stride, const int32_t* accepted,
+                       const int32_t* lengths, int requests, cudaStream_t stream, Trace* trace) const = 0;
+  virtual void propose(const int32_t* roots, const int32_t* lengths, float* logits, int requests, cudaStream_t stream,
+                       Trace* trace) const = 0;
+
+  int block;
+  size_t weight_bytes, scratch_bytes;
+  bool products_fit;
+};
+
+template <typename T>
+class Drafter::BodyOf final : public Drafter::Body {
+ public:
+  BodyOf(const TensorMap& tensors, const DrafterConfig& c, const Target& target, int requests, int capacity,
+         int most_new_rows, int block_size)
+      : c_(c),
+        products_{target.arithmetic().gemm, kdtree::products_fit<T>(c)},
+        w_(tensors, c, target, capacity + block_size),
+        s_(c, requests, capacity, most_new_rows, block_size) {
+    block = block_size;
+    weight_bytes = w_.store.bytes();
+    scratch_bytes = s_.arena.bytes();
+    products_fit = products_.tensor_cores;
+  }
+
+  void observe(const void* features, int width, const int32_t* path, int path_stride, const int32_t* accepted,
+               const int32_t* lengths, int requests, cudaStream_t stream, Trace* trace) const override;
+  void propose(const int32_t* roots, const int32_t* lengths, float* logits, int requests, cudaStream_t stream,
+               Trace* trace) const override;
+
+ private:
+  const DrafterConfig& c_;
+  Products products_;
+  DraftWeights<T> w_;
+  DraftScratch<T> s_;
+};
+
+template <typename T>
+void Drafter::BodyOf<T>::observe(const void* features, int width, const int32_t* path, int path_stride,
+                                 const int32_t* accepted, const int32_t* lengths, int requests, cudaStream_t stream,
+                                 Trace* trace) const {
+  const DrafterConfig& c = c_;
+  const DraftWeights<T>& w = w_;
+  const DraftScratch<T>& s = s_;
+  const int hidden = c.hidden_size, dim = c.head_dim, kv_heads = c.num_key_value_heads, pair = 2 * kv_heads * dim;
+  const int columns = static_cast<int>(c.target_layer_ids.size()) * hidden;
+  // Without a path as many rows may be new as the pass has; with one, as many as a path is long.
+  const int fresh = path != nullptr ? path_stride : width;
+  if (fresh > s.new_rows)
+    throw EngineFailure(KDTREE_SIZE,
+                        std::to_string(fresh) + " new positions, planned for " + std::to_string(s.new_rows));
+  const int rows = requests * fresh;
+  const dim3 grid(static_cast<unsigned>(fresh), static_cast<unsigned>(requests));
+  KDTREE_LAUNCH((gather_kernel<T>), grid, dim3(kThreads), 0, stream, static_cast<const T*>(features), width, columns,
+                path, path_stride, accepted, lengths, s.gathered, fresh, s.new_positions, s.new_counts);
+  require(check_launch("gather_kernel"));
+  multiply(products_, s.gathered, w.fc, s.projected, rows, hidden, columns, stream);
+  require(rms_norm(RmsNormArgs<T>{s.projected, hidden, w.hidden_norm, s.projected, hidden, rows, hidden,
+                                  static_cast<float>(c.rms_norm_eps)},
+                   stream));
+  if (trace != nullptr) trace->add("context_in", s.projected, rows, hidden, hidden, {rows, hidden}, stream);
+  for (int index = 0; index < c.num_hidden_layers; ++index) {
+    const DraftLayer<T>& layer = w.layers[static_cast<size_t>(index)];
+    multiply(products_, s.projected, layer.kv, s.pairs, rows, pair, hidden, stream);
+    for (int head = 0; head < kv_heads; ++head)
+      require(rms_norm(RmsNormArgs<T>{s.pairs + head * dim, pair, layer.k_norm, s.pairs + head * dim, pair, rows, dim,
+                                      static_cast<float>(c.rms_norm_eps)},
+                       stream));
+    require(rope(RopeArgs<T>{s.pairs, pair, dim, w.cos, w.sin, s.new_positions, s.new_counts, rows, fresh, kv_heads,
+                             dim, RopeLayout::kHalf},
+                 stream));
+    KDTREE_LAUNCH((store_context_kernel<T>), grid, dim3(kThreads), 0, stream, s.pairs, s.new_positions, s.new_counts,
+                  s.context[static_cast<size_t>(index)], fresh, s.capacity, pair);
+    require(check_launch("store_context_kernel"));
+    if (trace != nullptr) {
+      const std::string at = "layers." + std::to_string(index) + "/";
+      trace->add(at + "context_key", s.pairs, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
+      trace->add(at + "context_value", s.pairs + pair / 2, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
+    }
+  }
+}
+
+template <typename T>
+void Drafter::BodyOf<T>::propose(const int32_t* roots, const int32_t* lengths, float* logits, int requests,
+                                 cudaStream_t stream, Trace* trace) const {
+  const DrafterConfig& c = c_;
+  const DraftWeights<T>& w = w_;
+  const DraftScratch<T>& s = s_;
+  const int hidden = c.hidden_size, dim = c.head_dim, heads = c.num_attention_heads, kv_heads = c.num_key_value_heads;
+  const int pair = 2 * kv_heads * dim, query = heads * dim, rows = requests * block;
+  const float eps = static_cast<float>(c.rms_norm_eps);
+  const auto project = [&](const T* x, const T* weight, auto* y, int out, int in, int count) {
+    multiply(products_, x, weight, y, count, out, in, stream);
+  };
+  const auto note = [&](const std::string& name, const auto* array, int64_t width, int64_t stride,
+                        std::vector<int64_t> shape) {
+    const int64_t count = shape[0];  // `shape` is gone when the call begins
+    if (trace != nullptr) trace->add(name, array, count, width, stride, std::move(shape), stream);
+  };
+
+  KDTREE_LAUNCH(block_kernel, dim3(static_cast<unsigned>(requests)), dim3(kWarp), 0, stream, roots, lengths,
+                c.mask_token_id, block, s.tokens, s.positions, s.node_count);
+  require(check_launch("block_kernel"));
+  Rows of_block{};
+  of_block.requests = requests;
+  of_block.width = block;
+  of_block.node_count = s.node_count;
+  of_block.prefix_lengths = lengths;
+  of_block.tokens = s.tokens;
+  of_block.positions = s.positions;
+  require(embed(EmbedArgs<T>{of_block, w.embedding, s.x, hidden}, stream));
+  note("embedding", s.x, hidden, hidden, {rows, hidden});
+  for (int index = 0; index < c.num_hidden_layers; ++index) {
+    const DraftLayer<T>& layer = w.layers[static_cast<size_t>(index)];
+    const std::string at = "layers." + std::to_string(index) + "/";
+    require(rms_norm(RmsNormArgs<T>{s.x, hidden, layer.input_norm, s.normed, hidden, rows, hidden, eps}, stream));
+    project(s.normed, layer.q, s.q, query, hidden, rows);
+    require(rms_norm(RmsNormArgs<T>{s.q, dim, layer.q_norm, s.q, dim, rows * heads, dim, eps}, stream));
+    require(rope(RopeArgs<T>{s.q, query, dim, w.cos, w.sin, s.positions, s.node_count, rows, block, heads, dim,
+                             RopeLayout::kHalf},
+                 stream));
+    project(s.normed, layer.kv, s.kv, pair, hidden, rows);
+    for (int head = 0; head < kv_heads; ++head)
+      require(rms_norm(RmsNormArgs<T>{s.kv + head * dim, pair, layer.k_norm, s.kv + head * dim, pair, rows, dim, eps},
+                       stream));
+    require(rope(RopeArgs<T>{s.kv, pair, dim, w.cos, w.sin, s.positions, s.node_count, rows, block, kv_heads, dim,
+                             RopeLayout::kHalf},
+                 stream));
+    require(gqa_attention(GqaAttentionArgs<T>{s.q, s.context[static_cast<size_t>(index)], s.kv, lengths, s.heads,
+                                              requests, block, heads, kv_heads, dim, s.capacity},
+                          stream));
+    project(s.heads, layer.o, s.out, hidden, query, rows);
+    note(at + "q", s.q, query, query, {rows, heads, dim});
+    note(at + "k", s.kv, pair / 2, pair, {rows, kv_heads, dim});
+    note(at + "v", s.kv + pair / 2, pair / 2, pair, {rows, kv_heads, dim});
+    note(at + "attn_heads", s.heads, query, query, {rows, heads, dim});
+    note(at + "attn_out", s.out, hidden, hidden, {rows, hidden});
+    require(add(s.x, s.out, s.x, static_cast<int64_t>(rows) * hidden, stream));
+    require(
+        rms_norm(RmsNormArgs<T>{s.x, hidden, layer.post_attention_norm, s.normed, hidden, rows, hidden, eps}, stream));
+    project(s.normed, layer.mlp.gate_up, s.both, 2 * c.intermediate_size, hidden, rows);
+    require(swiglu(SwigluArgs<T>{s.both, s.act, rows, c.intermediate_size}, stream));
+    project(s.act, layer.mlp.down, s.out, hidden, c.intermediate_size, rows);
+    note(at + "ffn_out", s.out, hidden, hidden, {rows, hidden});
+    require(add(s.x, s.out, s.x, static_cast<int64_t>(rows) * hidden, stream));
+    note(at + "hidden", s.x, hidden, hidden, {rows, hidden});
+  }
+  if (block == 1) return;
+  const int drafted = requests * (block - 1);
+  KDTREE_LAUNCH((drop_first_kernel<T>), dim3(static_cast<unsigned>(block - 1), static_cast<unsigned>(requests)),
+                dim3(kThreads), 0, stream, s.x, s.last, block, hidden);
+  require(check_launch("drop_first_kernel"));
+  require(rms_norm(RmsNormArgs<T>{s.last, hidden, w.norm, s.last, hidden, drafted, hidden, eps}, stream));
+  note("final_norm", s.last, hidden, hidden, {drafted, hidden});
+  project(s.last, w.head, logits, c.vocab_size, hidden, drafted);
+  note("logits", logits, c.vocab_size, c.vocab_size, {drafted, c.vocab_size});
+}
+
 Drafter::Drafter(const TensorMap& tensors, const Target& target, int requests, int capacity, int most_new_rows,
-                 int block_size, Arithmetic arithmetic)
+                 int block_size)
     : config_(DrafterConfig::read(tensors)) {
   const TargetConfig& t = target.config();
   const auto same = [](const char* name, int ours, int theirs) {
@@ -156,132 +327,27 @@ Drafter::Drafter(const TensorMap& tensors, const Target& target, int requests, i
   if (block < 1 || block > config_.block_size)
     throw ModelError("block_size " + std::to_string(block) + " is outside 1.." + std::to_string(config_.block_size) +
                      ", the trained block");
-  weights_ = std::make_unique<Weights>(tensors, config_, target, capacity + block);
-  scratch_ = std::make_unique<Scratch>(config_, requests, capacity, most_new_rows, block, arithmetic.gemm);
+  if (target.arithmetic().dtype == KDTREE_BF16)
+    body_ = std::make_unique<BodyOf<uint16_t>>(tensors, config_, target, requests, capacity, most_new_rows, block);
+  else
+    body_ = std::make_unique<BodyOf<float>>(tensors, config_, target, requests, capacity, most_new_rows, block);
 }
 
 Drafter::~Drafter() = default;
 
-int Drafter::block_size() const { return scratch_->block; }
-size_t Drafter::weight_bytes() const { return weights_->store.bytes(); }
-size_t Drafter::scratch_bytes() const { return scratch_->arena.bytes(); }
+int Drafter::block_size() const { return body_->block; }
+size_t Drafter::weight_bytes() const { return body_->weight_bytes; }
+size_t Drafter::scratch_bytes() const { return body_->scratch_bytes; }
+bool Drafter::products_on_tensor_cores() const { return body_->products_fit; }
 
-void Drafter::observe(const float* features, int width, const int32_t* path, int path_stride, const int32_t* accepted,
+void Drafter::observe(const void* features, int width, const int32_t* path, int path_stride, const int32_t* accepted,
                       const int32_t* lengths, int requests, cudaStream_t stream, Trace* trace) {
-  const DrafterConfig& c = config_;
-  const Weights& w = *weights_;
-  const Scratch& s = *scratch_;
-  const int hidden = c.hidden_size, dim = c.head_dim, kv_heads = c.num_key_value_heads, pair = 2 * kv_heads * dim;
-  const int columns = static_cast<int>(c.target_layer_ids.size()) * hidden;
-  // Without a path as many rows may be new as the pass has; with one, as many as a path is long.
-  const int fresh = path != nullptr ? path_stride : width;
-  if (fresh > s.new_rows)
-    throw EngineFailure(KDTREE_SIZE,
-                        std::to_string(fresh) + " new positions, planned for " + std::to_string(s.new_rows));
-  const int rows = requests * fresh;
-  const dim3 grid(static_cast<unsigned>(fresh), static_cast<unsigned>(requests));
-  KDTREE_LAUNCH(gather_kernel, grid, dim3(kThreads), 0, stream, features, width, columns, path, path_stride, accepted,
-                lengths, s.gathered, fresh, s.new_positions, s.new_counts);
-  require(check_launch("gather_kernel"));
-  require(linear({s.gathered, columns, 0, w.fc, 0, s.projected, hidden, 0, nullptr, rows, hidden, columns, 1}, s.gemm,
-                 stream));
-  require(rms_norm(
-      {s.projected, hidden, w.hidden_norm, s.projected, hidden, rows, hidden, static_cast<float>(c.rms_norm_eps)},
-      stream));
-  if (trace != nullptr) trace->add("context_in", s.projected, rows, hidden, hidden, {rows, hidden}, stream);
-  for (int index = 0; index < c.num_hidden_layers; ++index) {
-    const DraftLayer& layer = w.layers[static_cast<size_t>(index)];
-    require(linear({s.projected, hidden, 0, layer.kv, 0, s.pairs, pair, 0, nullptr, rows, pair, hidden, 1}, s.gemm,
-                   stream));
-    for (int head = 0; head < kv_heads; ++head)
-      require(rms_norm({s.pairs + head * dim, pair, layer.k_norm, s.pairs + head * dim, pair, rows, dim,
-                        static_cast<float>(c.rms_norm_eps)},
-                       stream));
-    require(rope({s.pairs, pair, dim, w.cos, w.sin, s.new_positions, s.new_counts, rows, fresh, kv_heads, dim,
-                  RopeLayout::kHalf},
-                 stream));
-    KDTREE_LAUNCH(store_context_kernel, grid, dim3(kThreads), 0, stream, s.pairs, s.new_positions, s.new_counts,
-                  s.context[static_cast<size_t>(index)], fresh, s.capacity, pair);
-    require(check_launch("store_context_kernel"));
-    if (trace != nullptr) {
-      const std::string at = "layers." + std::to_string(index) + "/";
-      trace->add(at + "context_key", s.pairs, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
-      trace->add(at + "context_value", s.pairs + pair / 2, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
-    }
-  }
+  body_->observe(features, width, path, path_stride, accepted, lengths, requests, stream, trace);
 }
 
 void Drafter::propose(const int32_t* roots, const int32_t* lengths, float* logits, int requests, cudaStream_t stream,
                       Trace* trace) {
-  const DrafterConfig& c = config_;
-  const Weights& w = *weights_;
-  const Scratch& s = *scratch_;
-  const int hidden = c.hidden_size, dim = c.head_dim, heads = c.num_attention_heads, kv_heads = c.num_key_value_heads;
-  const int pair = 2 * kv_heads * dim, query = heads * dim, rows = requests * s.block;
-  const float eps = static_cast<float>(c.rms_norm_eps);
-  const auto project = [&](const float* x, const float* weight, float* y, int out, int in, int count) {
-    require(linear({x, in, 0, weight, 0, y, out, 0, nullptr, count, out, in, 1}, s.gemm, stream));
-  };
-  const auto note = [&](const std::string& name, const float* array, int64_t width, int64_t stride,
-                        std::vector<int64_t> shape) {
-    const int64_t count = shape[0];  // `shape` is gone when the call begins
-    if (trace != nullptr) trace->add(name, array, count, width, stride, std::move(shape), stream);
-  };
-
-  KDTREE_LAUNCH(block_kernel, dim3(static_cast<unsigned>(requests)), dim3(kWarp), 0, stream, roots, lengths,
-                c.mask_token_id, s.block, s.tokens, s.positions, s.node_count);
-  require(check_launch("block_kernel"));
-  Rows block{};
-  block.requests = requests;
-  block.width = s.block;
-  block.node_count = s.node_count;
-  block.prefix_lengths = lengths;
-  block.tokens = s.tokens;
-  block.positions = s.positions;
-  require(embed({block, w.embedding, s.x, hidden}, stream));
-  note("embedding", s.x, hidden, hidden, {rows, hidden});
-  for (int index = 0; index < c.num_hidden_layers; ++index) {
-    const DraftLayer& layer = w.layers[static_cast<size_t>(index)];
-    const std::string at = "layers." + std::to_string(index) + "/";
-    require(rms_norm({s.x, hidden, layer.input_norm, s.normed, hidden, rows, hidden, eps}, stream));
-    project(s.normed, layer.q, s.q, query, hidden, rows);
-    require(rms_norm({s.q, dim, layer.q_norm, s.q, dim, rows * heads, dim, eps}, stream));
-    require(
-        rope({s.q, query, dim, w.cos, w.sin, s.positions, s.node_count, rows, s.block, heads, dim, RopeLayout::kHalf},
-             stream));
-    project(s.normed, layer.kv, s.kv, pair, hidden, rows);
-    for (int head = 0; head < kv_heads; ++head)
-      require(rms_norm({s.kv + head * dim, pair, layer.k_norm, s.kv + head * dim, pair, rows, dim, eps}, stream));
-    require(rope(
-        {s.kv, pair, dim, w.cos, w.sin, s.positions, s.node_count, rows, s.block, kv_heads, dim, RopeLayout::kHalf},
-        stream));
-    require(gqa_attention({s.q, s.context[static_cast<size_t>(index)], s.kv, lengths, s.heads, requests, s.block, heads,
-                           kv_heads, dim, s.capacity},
-                          stream));
-    project(s.heads, layer.o, s.out, hidden, query, rows);
-    note(at + "q", s.q, query, query, {rows, heads, dim});
-    note(at + "k", s.kv, pair / 2, pair, {rows, kv_heads, dim});
-    note(at + "v", s.kv + pair / 2, pair / 2, pair, {rows, kv_heads, dim});
-    note(at + "attn_heads", s.heads, query, query, {rows, heads, dim});
-    note(at + "attn_out", s.out, hidden, hidden, {rows, hidden});
-    require(add(s.x, s.out, s.x, static_cast<int64_t>(rows) * hidden, stream));
-    require(rms_norm({s.x, hidden, layer.post_attention_norm, s.normed, hidden, rows, hidden, eps}, stream));
-    project(s.normed, layer.mlp.gate_up, s.both, 2 * c.intermediate_size, hidden, rows);
-    require(swiglu({s.both, s.act, rows, c.intermediate_size}, stream));
-    project(s.act, layer.mlp.down, s.out, hidden, c.intermediate_size, rows);
-    note(at + "ffn_out", s.out, hidden, hidden, {rows, hidden});
-    require(add(s.x, s.out, s.x, static_cast<int64_t>(rows) * hidden, stream));
-    note(at + "hidden", s.x, hidden, hidden, {rows, hidden});
-  }
-  if (s.block == 1) return;
-  const int drafted = requests * (s.block - 1);
-  KDTREE_LAUNCH(drop_first_kernel, dim3(static_cast<unsigned>(s.block - 1), static_cast<unsigned>(requests)),
-                dim3(kThreads), 0, stream, s.x, s.last, s.block, hidden);
-  require(check_launch("drop_first_kernel"));
-  require(rms_norm({s.last, hidden, w.norm, s.last, hidden, drafted, hidden, eps}, stream));
-  note("final_norm", s.last, hidden, hidden, {drafted, hidden});
-  project(s.last, w.head, logits, c.vocab_size, hidden, drafted);
-  note("logits", logits, c.vocab_size, c.vocab_size, {drafted, c.vocab_size});
+  body_->propose(roots, lengths, logits, requests, stream, trace);
 }
 
 }  // namespace kdtree

@@ -15,10 +15,14 @@
 
 namespace kdtree {
 
-// How the numbers are computed; the same for target and drafter.
+// How the numbers are computed; the same for target and drafter. dtype: of weights, activations and caches. In bf16 the
+// router, the statistics of norms, rotations, softmax and all sums are float32, as published, and so are the logits.
 struct Arithmetic {
   Gemm gemm = Gemm::kRowInvariant;
   AttentionForm attention = AttentionForm::kExact;
+  kdtree_dtype dtype = KDTREE_F32;
+
+  size_t element() const { return dtype == KDTREE_BF16 ? sizeof(uint16_t) : sizeof(float); }  // bytes
 };
 
 // What one pass reads and writes besides weights and scratch. All pointers are device memory of the caller.
@@ -27,32 +31,36 @@ struct TargetPass {
   kdtree_cache_view cache;  // rows of the pass are written at prefix..prefix+n of each request, nothing is committed
   bool last_rows_only;      // logits of each block's last used row alone (prefill): logits is [R, vocab_size]
   float* logits;            // [M, vocab_size] or [R, vocab_size]
-  float* features;          // [M, taps * hidden] residual stream after each tapped layer; NULL without taps
+  void* features;  // [M, taps * hidden] of the dtype: residual stream after each tapped layer; NULL without taps
 };
 
 class Target {
  public:
-  // Checks names and shapes against the config (ModelError lists every fault) and copies the weights to the device as
-  // float32. most_rows: M of the largest pass. capacity: cache rows of a request, bounds positions.
+  // Checks names and shapes against the config (ModelError lists every fault) and copies the weights to the device.
+  // most_rows: M of the largest pass. capacity: cache rows of a request, bounds positions.
   Target(const TensorMap& tensors, int most_rows, int capacity, std::vector<int> taps, Arithmetic arithmetic);
   ~Target();
 
   const TargetConfig& config() const { return config_; }
-  const float* embedding() const;  // [vocab_size, hidden]
-  const float* head() const;       // [vocab_size, hidden]
-  size_t weight_bytes() const;     // on the device, tables included
-  size_t scratch_bytes() const;    // planned for the largest pass
+  Arithmetic arithmetic() const { return arithmetic_; }
+  const void* embedding() const;  // [vocab_size, hidden] of the dtype
+  const void* head() const;       // [vocab_size, hidden] of the dtype
+  size_t weight_bytes() const;    // on the device, tables included
+  size_t scratch_bytes() const;   // planned for the largest pass
+  bool products_on_tensor_cores() const;
+  bool attention_on_tensor_cores() const;
 
   // Enqueues the pass; allocates nothing, waits for nothing unless `trace` is given (then each array is copied out
   // under the names of reference/model.py).
   void forward(const TargetPass& pass, cudaStream_t stream, Trace* trace = nullptr);
 
  private:
-  struct Weights;
-  struct Scratch;
+  struct Body;  // what depends on the dtype
+  template <typename T>
+  class BodyOf;
   TargetConfig config_;
-  std::unique_ptr<Weights> weights_;
-  std::unique_ptr<Scratch> scratch_;
+  Arithmetic arithmetic_;
+  std::unique_ptr<Body> body_;
 };
 
 }  // namespace kdtree

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,15 +16,42 @@ class ModelError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Bytes that nobody changes: copies share them, with a file's if they lie there.
+class Bytes {
+ public:
+  Bytes() = default;
+  Bytes(std::shared_ptr<const unsigned char> data, size_t size) : data_(std::move(data)), size_(size) {}
+  static Bytes copied(const void* data, size_t size);
+
+  const unsigned char* data() const { return data_.get(); }
+  size_t size() const { return size_; }
+  const unsigned char* begin() const { return data(); }
+  const unsigned char* end() const { return data() + size_; }
+  unsigned char operator[](size_t i) const { return data()[i]; }
+  bool operator==(const Bytes& other) const;
+
+ private:
+  std::shared_ptr<const unsigned char> data_;
+  size_t size_ = 0;
+};
+
 // dtype: a KDTR name ("f32", "bf16", "i64" ...). data: elements in C order.
 struct HostTensor {
   std::string dtype;
   std::vector<int64_t> shape;
-  std::vector<unsigned char> data;
+  Bytes data;
 
   int64_t elements() const;
-  // As float32: f32 and bf16 exactly, f16 exactly, f64 rounded. Throws ModelError for other types.
-  std::vector<float> floats(const std::string& name) const;
+  // The elements as T: float, or uint16_t for bf16 bits. What T cannot hold is rounded to nearest, ties to even; f32,
+  // bf16 and f16 fit float32 exactly. Throws ModelError for other types.
+  template <typename T>
+  std::vector<T> values(const std::string& name) const;
+  // Whether they are kept as T.
+  template <typename T>
+  bool holds() const {
+    static_assert(sizeof(T) == sizeof(float) || sizeof(T) == sizeof(uint16_t), "float or bf16 bits");
+    return dtype == (sizeof(T) == sizeof(float) ? "f32" : "bf16");
+  }
 };
 
 using TensorMap = std::map<std::string, HostTensor>;

@@ -5,6 +5,16 @@
 #include "model/trace.h"
 
 namespace kdtree {
+namespace {
+
+// bf16 as float32: its bits are the upper half.
+std::vector<unsigned char> widened(const std::vector<unsigned char>& narrow) {
+  std::vector<unsigned char> wide(2 * narrow.size(), 0);
+  for (size_t i = 0; i < narrow.size(); ++i) wide[i / 2 * 4 + 2 + i % 2] = narrow[i];
+  return wide;
+}
+
+}  // namespace
 
 void Trace::copy(const std::string& name, const char* dtype, size_t element, const void* device, int64_t rows,
                  int64_t width, int64_t stride, std::vector<int64_t> shape, cudaStream_t stream) {
@@ -17,6 +27,7 @@ void Trace::copy(const std::string& name, const char* dtype, size_t element, con
       const auto first = whole.begin() + row * stride * static_cast<int64_t>(element);
       array.bytes.insert(array.bytes.end(), first, first + width * static_cast<int64_t>(element));
     }
+    if (element == sizeof(uint16_t)) array.bytes = widened(array.bytes);
   }
   arrays_.push_back(std::move(array));
 }

@@ -16,12 +16,14 @@ class Trace {
  public:
   explicit Trace(std::string prefix = "") : prefix_(std::move(prefix)) {}
 
-  // `rows` rows of `width` elements, `stride` elements apart; their product is that of `shape`.
+  // `rows` rows of `width` elements, `stride` elements apart; their product is that of `shape`. uint16_t is bf16, and
+  // kept as the float32 that it is.
   template <typename T>
   void add(const std::string& name, const T* device, int64_t rows, int64_t width, int64_t stride,
            std::vector<int64_t> shape, cudaStream_t stream) {
-    static_assert(std::is_same_v<T, float> || std::is_same_v<T, double> || std::is_same_v<T, int32_t>);
-    const char* dtype = std::is_same_v<T, float> ? "f32" : std::is_same_v<T, double> ? "f64" : "i32";
+    static_assert(std::is_same_v<T, float> || std::is_same_v<T, double> || std::is_same_v<T, int32_t> ||
+                  std::is_same_v<T, uint16_t>);
+    const char* dtype = std::is_same_v<T, double> ? "f64" : std::is_same_v<T, int32_t> ? "i32" : "f32";
     copy(name, dtype, sizeof(T), device, rows, width, stride, std::move(shape), stream);
   }
 

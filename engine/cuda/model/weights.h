@@ -1,4 +1,4 @@
-// Weights of a model on the device, float32, each under its published name in one allocation.
+// Weights of a model on the device, float32 or bf16, each under its published name in one allocation.
 #pragma once
 
 #include <functional>
@@ -11,67 +11,87 @@
 namespace kdtree {
 
 // gate_up: [2 * width, hidden], gate rows, then up rows.
+template <typename T>
 struct SwigluWeights {
-  const float* gate_up;
-  const float* down;  // [hidden, width]
+  const T* gate_up;
+  const T* down;  // [hidden, width]
 };
 
-// Arrays are asked for first, then copied to the device together.
+// Arrays are asked for first, then copied to the device one after the other. T, of the place: float, or uint16_t for
+// bf16 bits. What the file keeps as T goes to the device as it is; all else is converted, a tensor at a time.
 class WeightStore {
  public:
   explicit WeightStore(const TensorMap& tensors) : tensors_(tensors) {}
 
   // One tensor as it is, several one behind the other, or one through a function of its values.
-  void take(const float** place, const std::string& name) { take(place, std::vector<std::string>{name}); }
-  void take(const float** place, std::vector<std::string> names) {
-    add(place, [this, names = std::move(names)] {
-      std::vector<float> all;
+  template <typename T>
+  void take(const T** place, const std::string& name) {
+    take(place, std::vector<std::string>{name});
+  }
+  template <typename T>
+  void take(const T** place, std::vector<std::string> names) {
+    size_t elements = 0;
+    for (const std::string& name : names) elements += static_cast<size_t>(tensors_.at(name).elements());
+    want(place, elements, [this, names = std::move(names)](unsigned char* to) {
       for (const std::string& name : names) {
-        const std::vector<float> values = tensors_.at(name).floats(name);
-        all.insert(all.end(), values.begin(), values.end());
+        const HostTensor& tensor = tensors_.at(name);
+        to += tensor.holds<T>() ? put(to, tensor.data) : put(to, tensor.values<T>(name));
       }
-      return all;
     });
   }
-  void take(const float** place, const std::string& name,
-            std::function<std::vector<float>(std::vector<float>)> change) {
-    add(place, [this, name, change = std::move(change)] { return change(tensors_.at(name).floats(name)); });
+  template <typename T>
+  void take(const T** place, const std::string& name, size_t elements,
+            std::function<std::vector<T>(const std::vector<T>&)> change) {
+    want(place, elements, [this, name, change = std::move(change)](unsigned char* to) {
+      (void)put(to, change(tensors_.at(name).values<T>(name)));
+    });
   }
-  void take(SwigluWeights* place, const std::string& at) {
+  template <typename T>
+  void take(SwigluWeights<T>* place, const std::string& at) {
     take(&place->gate_up, std::vector<std::string>{at + "gate_proj.weight", at + "up_proj.weight"});
     take(&place->down, at + "down_proj.weight");
   }
   // What is computed on the host, tables for example.
-  void add(const float** place, std::function<std::vector<float>()> values) {
-    wanted_.push_back({place, std::move(values)});
+  void add(const float** place, std::vector<float> values) {
+    const size_t elements = values.size();
+    want(place, elements, [values = std::move(values)](unsigned char* to) { (void)put(to, values); });
   }
 
   void upload() {
-    std::vector<size_t> offsets;
-    std::vector<std::vector<float>> all;
-    size_t total = 0;
+    buffer_ = DeviceBuffer(total_);
     for (const Wanted& wanted : wanted_) {
-      all.push_back(wanted.values());
-      offsets.push_back(total);
-      total = round_up(total + all.back().size() * sizeof(float), 256);
-    }
-    buffer_ = DeviceBuffer(total);
-    for (size_t i = 0; i < wanted_.size(); ++i) {
-      unsigned char* const at = buffer_.data() + offsets[i];
-      copy_to_device(at, all[i].data(), all[i].size() * sizeof(float));
-      *wanted_[i].place = reinterpret_cast<const float*>(at);
+      unsigned char* const at = buffer_.data() + wanted.offset;
+      wanted.fill(at);
+      *wanted.place = at;
     }
     wanted_.clear();
   }
   size_t bytes() const { return buffer_.bytes(); }
 
  private:
+  using Fill = std::function<void(unsigned char*)>;
   struct Wanted {
-    const float** place;
-    std::function<std::vector<float>()> values;
+    const void** place;
+    size_t offset;
+    Fill fill;
   };
+
+  template <typename T>
+  void want(const T** place, size_t elements, Fill fill) {
+    wanted_.push_back({reinterpret_cast<const void**>(place), total_, std::move(fill)});
+    total_ = round_up(total_ + elements * sizeof(T), 256);
+  }
+  // Copies to the device; how many bytes.
+  template <typename Values>
+  static size_t put(unsigned char* to, const Values& values) {
+    const size_t bytes = values.size() * sizeof(*values.data());
+    copy_to_device(to, values.data(), bytes);
+    return bytes;
+  }
+
   const TensorMap& tensors_;
   std::vector<Wanted> wanted_;
+  size_t total_ = 0;
   DeviceBuffer buffer_;
 };
 

@@ -105,7 +105,7 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
   const check::Array<uint32_t> d_visibility(visibility);
   const check::Array<float> d_latent(q_latent), d_rope(q_rope), d_cache(cache);
   check::Array<float> out(rows * first.heads * first.rank), lse(rows * first.heads);
-  MlaAttentionArgs a{};
+  MlaAttentionArgs<float> a{};
   a.rows = Rows{requests,
                 width,
                 d_count.get(),
@@ -488,7 +488,7 @@ TEST(grouped_heads_look_at_context_and_block) {
 }
 
 TEST(refusals_name_the_size) {
-  MlaAttentionArgs a{};
+  MlaAttentionArgs<float> a{};
   a.rows.requests = a.rows.width = 1;
   a.heads = 1;
   a.rank = 513;

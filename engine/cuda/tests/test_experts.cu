@@ -82,7 +82,7 @@ std::vector<float> run(const Weights& weights, const std::vector<float>& x, cons
   const check::Array<int32_t> device_ids(ids);
   const check::Array<unsigned char> workspace(
       experts_workspace(rows, weights.hidden, weights.width, weights.experts, chosen));
-  ExpertsArgs a{};
+  ExpertsArgs<float> a{};
   a.x = device_x.get() + shift;
   a.gate_up = weights.gate_up_of.get();
   a.down = weights.down_of.get();
@@ -308,10 +308,10 @@ TEST(refusals) {
   const check::Array<int32_t> ids(4);
   const check::Array<const float*> table(4);
   const check::Array<unsigned char> workspace(experts_workspace(2, 4, 4, 4, 2));
-  const ExpertsArgs good{
+  const ExpertsArgs<float> good{
       memory.get(),    table.get(),     table.get(), ids.get(), memory.get(), nullptr, memory.get(), 2, 4, 4, 4, 2,
       workspace.get(), workspace.size()};
-  ExpertsArgs a = good;
+  ExpertsArgs<float> a = good;
   a.workspace_size -= 1;
   CHECK_STATUS(experts(a, nullptr), KDTREE_WORKSPACE);
   a = good;

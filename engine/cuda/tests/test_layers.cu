@@ -144,7 +144,7 @@ TEST(rope_golden) {
     std::vector<int32_t> each(rows);
     for (int row = 0; row < rows; ++row) each[row] = row;
     const check::Array<int32_t> positions(each);
-    RopeArgs a{};
+    RopeArgs<float> a{};
     a.x = x.get();
     a.x_stride = heads * width;
     a.head_stride = width;

@@ -169,7 +169,7 @@ TEST(tiny_mla) {
 TEST(drafter) {
   const kdtr::File golden = check::golden("tiny_drafter_run.kdtr");
   Decoder target("tiny.kdtr", 32, 64);
-  Drafter drafter(read_kdtr(path_of("tiny_drafter.kdtr"), "drafter"), target.target, 1, 64, 32, 0, {});
+  Drafter drafter(read_kdtr(path_of("tiny_drafter.kdtr"), "drafter"), target.target, 1, 64, 32, 0);
   const size_t vocab = static_cast<size_t>(target.target.config().vocab_size);
   int length = 0, compared = 0;
   for (int round = 0; golden.contains("round_" + std::to_string(round) + ".logits"); ++round) {
@@ -212,6 +212,6 @@ TEST(what_is_wrong_with_a_model_is_said) {
   unknown["config/attention_sink"] = tensors["config/vocab_size"];
   CHECK(message(unknown).find("attention_sink = 101") != std::string::npos);
   TensorMap other = tensors;
-  other["config/scoring_func"].data.assign({'s', 'o', 'f', 't', 'm', 'a', 'x'});
+  other["config/scoring_func"].data = Bytes::copied("softmax", 7);
   CHECK(message(other).find("scoring_func is softmax, supported is sigmoid") != std::string::npos);
 }
