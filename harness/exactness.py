@@ -27,6 +27,7 @@ from datasets.evaluation import prompts
 from datasets.evaluation.prompts import Prompt
 from engine import build
 from engine.abi import EngineError, Library, RequestError
+from engine.decode_abi import DTYPES
 from engine.engine import Engine, Method
 from engine.generation import Generation
 from engine.request import DFlash, NoisyOracle, Request
@@ -259,6 +260,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000, help="wanted of each method (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=("chain", "ddtree"), default=["chain", "ddtree"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 64], help="of the trees (default: 16 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the engine (default: %(default)s)")
     parser.add_argument("--gemm", choices=("row-invariant", "cublas"), default="row-invariant")
     parser.add_argument("--drafter", choices=("dflash", "noisy"), default="dflash", help="noisy: right at random ranks")
     parser.add_argument("--block-size", type=int, default=0, help="of the drafter (default: its own)")
@@ -307,8 +309,11 @@ def command(given: argparse.Namespace, open_engine: Callable[..., Engine] = Engi
         progress.end()
     exact = given.gemm == "row-invariant"
     params: dict[str, Scalar] = {
+        "dtype": given.dtype,
         "gemm": given.gemm,
         "drafter": given.drafter,
+        "products": engine.paths["products"],
+        "attention": engine.paths["attention"],
         "block_size": engine.block_size,
         "new_tokens": plan.new_tokens,
         "batch": plan.batch,
@@ -341,6 +346,7 @@ def _opened(
             block_size=given.block_size,
             prefill_rows=PREFILL_ROWS * batch,
             cache_block_size=given.cache_block_size,
+            dtype=given.dtype,
             gemm=given.gemm.replace("-", "_"),
         )
 
@@ -374,7 +380,7 @@ def _row(
     return Row(
         suite="exactness",
         block="bench",
-        case=f"exactness/{params['drafter']}/block{params['block_size']}/{params['gemm']}",
+        case=f"exactness/{params['drafter']}/block{params['block_size']}/{params['dtype']}/{params['gemm']}",
         case_hash=hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest(),
         arm=arm.name,
         against=None if arm == AR else AR.name,

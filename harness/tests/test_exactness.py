@@ -90,6 +90,18 @@ def test_methods_agree_bit_for_bit_over_passes_of_which_the_first_is_greedy(mode
     assert not any("wanted" in line or "first difference" in line for line in said)
 
 
+def test_bf16_is_a_case_of_its_own_that_agrees_as_well(models, tmp_path):
+    code, rows = run(models, tmp_path, "--dtype", "bfloat16")
+    assert code == 0
+    assert {row.case for row in rows.values()} == {"exactness/dflash/block3/bfloat16/row-invariant"}
+    for name in ("chain", "ddtree-b1", "ddtree-b5"):
+        row = rows[name]
+        assert row.parity is not None
+        assert (row.status, row.parity.compared, row.parity.differences) == ("OK", 25, 0)
+        said = {key: row.params[key] for key in ("dtype", "products", "attention")}
+        assert said == {"dtype": "bfloat16", "products": "general", "attention": "general"}
+
+
 def test_noisy_proposals_need_no_drafter(models, tmp_path):
     (tmp_path / "target.kdtr").write_bytes((models / "target.kdtr").read_bytes())
     code, rows = run(tmp_path, tmp_path, "--drafter", "noisy", "--methods", "ddtree")
