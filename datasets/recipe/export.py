@@ -26,6 +26,7 @@ def pack(folders: Mapping[str, Path], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, folder in folders.items():
         report = json.loads((folder / "train.json").read_text())
+        steps = " + ".join(str(n) for n in (*report.get("before", ()), report["steps"]))
         meta = kdtr.provenance(
             seed=report["seed"],
             rng="torch",
@@ -33,7 +34,7 @@ def pack(folders: Mapping[str, Path], out: Path) -> None:
             device=report["device"],
             libs={"torch": report["torch"]},
             license="Apache-2.0",
-            notes=f"{report['steps']} steps",
+            notes=f"{steps} steps",
         )
         if name == "target":
             save_kdtr(out / "target.kdtr", *read_target(folder), meta=meta)

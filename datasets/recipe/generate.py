@@ -2,9 +2,10 @@
 
     python datasets/recipe/generate.py --seconds 60 --target work/target --out work/own
 
-Half of the rows are greedy, half are sampled at temperatures between 0.7 and 1.0. A prefix is an end-of-text token
-and 15 to 255 tokens of a document, from its start (a function with its documentation begins like a HumanEval prompt)
-or from anywhere inside it. Writes OUT/own-NNN.npz: rows uint16 [n, width], prefix (tokens not generated), temperature.
+A share of the rows is greedy, the others are sampled at temperatures between 0.7 and 1.0. A prefix is an end-of-text
+token and 15 to 255 tokens of a document, from its start (a function with its documentation begins like a HumanEval
+prompt) or from anywhere inside it. Writes OUT/own-NNN.npz: rows uint16 [n, width], prefix (tokens not generated),
+temperature.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--prefixes", type=int, nargs="+", default=PREFIXES)
+    parser.add_argument("--greedy", type=float, default=0.5, help="share of the rows")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     device = pick_device()
@@ -81,7 +83,8 @@ def main() -> None:
     while count == 0 or time.monotonic() - begin < args.seconds:
         rng = np.random.default_rng([args.seed, done])
         length = args.prefixes[done % len(args.prefixes)]
-        temperature = np.where(rng.random(args.batch) < 0.5, 0.0, rng.uniform(0.7, 1.0, args.batch)).astype(np.float32)
+        drawn = rng.uniform(0.7, 1.0, args.batch)
+        temperature = np.where(rng.random(args.batch) < args.greedy, 0.0, drawn).astype(np.float32)
         prefixes = torch.from_numpy(draw_prefixes(tokens, length, args.batch, rng).astype(np.int64)).to(device)
         rows = continue_rows(target, prefixes, args.width, torch.from_numpy(temperature).to(device), done)
         part = args.out / "part.npz"

@@ -377,9 +377,17 @@ class DrafterLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, c.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], rope_own: tuple[Tensor, Tensor], before: Tensor
+        self,
+        x: Tensor,
+        context: Tensor,
+        rope: tuple[Tensor, Tensor],
+        rope_own: tuple[Tensor, Tensor],
+        before: Tensor,
+        within: Tensor | None,
     ) -> Tensor:
         """x [B, R, b, hidden], context [B, S, hidden], before bool [B, R, S]: the context a block sees.
+
+        within bool [B, R, b]: what a block sees of itself; None: all of it.
 
         Context and own block are two score matrices under one softmax: blocks never meet, so nothing is masked away.
         """
@@ -395,6 +403,8 @@ class DrafterLayer(nn.Module):
         seen = (q.reshape(B, kv, -1, d) @ ctx_k.mT).view(B, kv, R, share * b, S).float()
         seen = seen.masked_fill(~before[:, None, :, None], -math.inf)
         own = (q.reshape(B, kv, R, share * b, d) @ own_k.mT).float()
+        if within is not None:
+            own = own.masked_fill(~within[:, None, :, None], -math.inf)
         p_seen, p_own = torch.cat([seen, own], -1).softmax(-1).to(ctx_v.dtype).split([S, b], -1)
         out = (p_seen.reshape(B, kv, -1, S) @ ctx_v).view(B, kv, R, share * b, d) + p_own @ own_v
         out = out.view(B, kv, R, share, b, d).permute(0, 2, 4, 1, 3, 5).reshape(B, R, b, -1)
@@ -414,16 +424,20 @@ class Drafter(nn.Module):
                 out = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, 0, 0.02 / (math.sqrt(2 * c.num_hidden_layers) if out else 1))
 
-    def forward(self, noise: Tensor, features: Tensor, roots: Tensor, block: int) -> Tensor:
+    def forward(
+        self, noise: Tensor, features: Tensor, roots: Tensor, block: int, sizes: Tensor | None = None
+    ) -> Tensor:
         """noise [B, R, block, hidden], features [B, S, F], roots [B, R] positions -> hidden [B, R, block, hidden].
 
-        Every block sees the features strictly before its root and itself; blocks do not see each other.
+        Every block sees the features strictly before its root and itself; blocks do not see each other. sizes [B, R]:
+        so many first rows of a block are those of a block of that size, the others mean nothing; None: whole blocks.
         """
         S, device, c = features.shape[1], features.device, self.c
         rope = rotary(torch.arange(S, device=device), c.head_dim, c.rope_theta)
         rope_own = rotary(roots[..., None] + torch.arange(block, device=device), c.head_dim, c.rope_theta)
         before = torch.arange(S, device=device) < roots[..., None]
+        within = None if sizes is None else torch.arange(block, device=device) < sizes[..., None]
         context, x = self.hidden_norm(self.fc(features)), noise
         for layer in self.layers:
-            x = layer(x, context, rope, rope_own, before)
+            x = layer(x, context, rope, rope_own, before, within)
         return self.norm(x)
