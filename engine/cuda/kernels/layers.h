@@ -40,8 +40,9 @@ struct EmbedArgs {
 kdtree_status embed(const EmbedArgs<float>& args, cudaStream_t stream);
 kdtree_status embed(const EmbedArgs<uint16_t>& args, cudaStream_t stream);
 
-// y = weight * (x / sqrt(mean(x^2) + eps)), per row of `width` values. x and y may be the same array. The quotient is
-// rounded to T before the weight is multiplied, as in the published models.
+// y = weight * (x / sqrt(mean(x^2) + eps)), per row, or head of a row, of `width` values. x and y may be the same
+// array. The quotient is rounded to T before the weight is multiplied, as in the published models. With `added`, what
+// is normed is x + (also + added), both sums rounded to T; it is kept in `sum`.
 template <typename T>
 struct RmsNormArgs {
   const T* x;
@@ -52,7 +53,12 @@ struct RmsNormArgs {
   int rows;
   int width;
   float eps;
-  float* wide = nullptr;  // [rows, width] the values of y for what computes in float32; may be NULL
+  float* wide = nullptr;     // [rows, width] the values of y for what computes in float32; may be NULL
+  const T* added = nullptr;  // this and the next two have rows as x; NULL: x alone
+  const T* also = nullptr;   // may be NULL
+  T* sum = nullptr;          // may be x
+  int heads = 1;  // of a row, each normed by itself, head_stride elements apart in all arrays; then no `wide`
+  int64_t head_stride = 0;
 };
 kdtree_status rms_norm(const RmsNormArgs<float>& args, cudaStream_t stream);
 kdtree_status rms_norm(const RmsNormArgs<uint16_t>& args, cudaStream_t stream);
@@ -90,6 +96,25 @@ struct RopeArgs {
 };
 kdtree_status rope(const RopeArgs<float>& args, cudaStream_t stream);
 kdtree_status rope(const RopeArgs<uint16_t>& args, cudaStream_t stream);
+
+// Rows m of a pass become their cache rows: of kv [M, rank + rope], in place, the latent is normed as by rms_norm and
+// the rope key turns as by rope; then row m goes to cache row prefix + i of its request, if there is one.
+template <typename T>
+struct LatentArgs {
+  Rows rows;
+  T* kv;
+  int64_t kv_stride;  // elements
+  const T* weight;    // [rank]
+  const float* cos;   // as of rope
+  const float* sin;
+  kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope)
+  int layer;
+  int rank, rope;
+  float eps;
+  RopeLayout layout;
+};
+kdtree_status latents(const LatentArgs<float>& args, cudaStream_t stream);
+kdtree_status latents(const LatentArgs<uint16_t>& args, cudaStream_t stream);
 
 // y[m, i] = silu(both[m, i]) * both[m, width + i].
 template <typename T>
@@ -149,12 +174,6 @@ struct CopyRowsArgs {
 };
 kdtree_status copy_rows(const CopyRowsArgs<float>& args, cudaStream_t stream);
 kdtree_status copy_rows(const CopyRowsArgs<uint16_t>& args, cudaStream_t stream);
-
-// Rows m of a pass go to cache row prefix + i of their request, layer `layer`: src [M, row_bytes / sizeof(T)].
-kdtree_status cache_write(const Rows& rows, const float* src, int64_t src_stride, const kdtree_cache_view& cache,
-                          int layer, cudaStream_t stream);
-kdtree_status cache_write(const Rows& rows, const uint16_t* src, int64_t src_stride, const kdtree_cache_view& cache,
-                          int layer, cudaStream_t stream);
 
 // Tables [positions, width / 2] on the host: frequencies and angles as reference/rope.py, cos and sin taken in double
 // and rounded once, times the amplitude.

@@ -1,14 +1,10 @@
 // Rotary embedding: pair i of a head turns by the angle of its row's position. A thread for a pair.
-//
-// Products are rounded to float32 before they meet, as in the reference: no fused multiply-add. bf16 is rounded once,
-// at the end.
 
 #include <cmath>
 #include <vector>
 
 #include "common/error.h"
-#include "kernels/bf16.h"
-#include "kernels/layers.h"
+#include "kernels/rope.h"
 
 namespace kdtree {
 namespace {
@@ -22,14 +18,9 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> a) {
   const int half = a.width / 2;
   const int64_t pair = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
   if (pair >= static_cast<int64_t>(a.heads) * half) return;
-  const int i = static_cast<int>(pair % half);
-  T* const head = a.x + row * a.x_stride + pair / half * a.head_stride;
-  T& first = head[a.layout == RopeLayout::kHalf ? i : 2 * i];
-  T& second = head[a.layout == RopeLayout::kHalf ? i + half : 2 * i + 1];
-  const int64_t entry = static_cast<int64_t>(a.positions[row]) * half + i;
-  const float cos = a.cos[entry], sin = a.sin[entry], x = widen(first), y = widen(second);
-  first = stored<T>(__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)));
-  second = stored<T>(__fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin)));
+  const int64_t entry = static_cast<int64_t>(a.positions[row]) * half;
+  turn_pair(a.x + row * a.x_stride + pair / half * a.head_stride, a.width, static_cast<int>(pair % half), a.cos + entry,
+            a.sin + entry, a.layout);
 }
 
 // Which (fractional) pair makes `rotations` full turns over the original context.

@@ -83,6 +83,7 @@ void Run::make_buffers(const kdtree_run_args& args) {
   width_ = method_ == KDTREE_CHAIN ? std::min(budget_, 1) : std::min(budget_, vocab_);
   budgets_.assign(budgets.begin(), budgets.end());
   capacities_.assign(capacities.begin(), capacities.end());
+  longest_ = *std::max_element(capacities_.begin(), capacities_.end());
 
   const size_t n = static_cast<size_t>(budget_) + 1, l = static_cast<size_t>(depth_), k = static_cast<size_t>(width_);
   const size_t v = static_cast<size_t>(vocab_), features = decoder_->feature_bytes();
@@ -250,6 +251,7 @@ void Run::prefill() {
     TargetPass pass{};
     pass.rows = Rows{requests_, width, d.rows_used, d.prefix, d.prompt_tokens, d.prompt_positions, nullptr, 0, nullptr};
     pass.cache = decoder_->cache();
+    pass.longest = longest_;
     pass.last_rows_only = true;
     pass.logits = d.prompt_logits;
     pass.features = any_dflash_ ? d.prompt_features : nullptr;
@@ -361,6 +363,7 @@ void Run::verify(Trace* trace) {
   TargetPass pass{};
   pass.rows = rows();
   pass.cache = decoder_->cache();
+  pass.longest = longest_;
   pass.logits = d.logits;
   pass.features = any_dflash_ ? d.features : nullptr;
   decoder_->target().forward(pass, stream_, trace);

@@ -65,6 +65,7 @@ class Run {
   cudaStream_t stream_;
   int method_, requests_, vocab_;
   int depth_ = 0, budget_ = 0, width_ = 0;  // L, B and K of the buffers
+  int longest_ = 1;                         // cache rows of the request that may use most
   bool keep_traces_, keep_logits_, any_dflash_ = false, any_stand_in_ = false;
   bool prefilled_ = false;
   int next_stage_ = KDTREE_STAGE_DRAFT;

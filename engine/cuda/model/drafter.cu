@@ -149,6 +149,16 @@ bool products_fit(const DrafterConfig& c) {
       {c.hidden_size, c.intermediate_size, static_cast<int64_t>(c.num_attention_heads) * c.head_dim});
 }
 
+// The keys of pairs [rows, 2, kv_heads, dim], head by head, in place.
+template <typename T>
+void norm_keys(const DrafterConfig& c, T* pairs, const T* weight, int rows, cudaStream_t stream) {
+  const int pair = 2 * c.num_key_value_heads * c.head_dim;
+  RmsNormArgs<T> a{pairs, pair, weight, pairs, pair, rows, c.head_dim, static_cast<float>(c.rms_norm_eps)};
+  a.heads = c.num_key_value_heads;
+  a.head_stride = c.head_dim;
+  require(rms_norm(a, stream));
+}
+
 }  // namespace
 
 struct Drafter::Body {
@@ -217,10 +227,7 @@ void Drafter::BodyOf<T>::observe(const void* features, int width, const int32_t*
   for (int index = 0; index < c.num_hidden_layers; ++index) {
     const DraftLayer<T>& layer = w.layers[static_cast<size_t>(index)];
     multiply(products_, s.projected, layer.kv, s.pairs, rows, pair, hidden, stream);
-    for (int head = 0; head < kv_heads; ++head)
-      require(rms_norm(RmsNormArgs<T>{s.pairs + head * dim, pair, layer.k_norm, s.pairs + head * dim, pair, rows, dim,
-                                      static_cast<float>(c.rms_norm_eps)},
-                       stream));
+    norm_keys(c, s.pairs, layer.k_norm, rows, stream);
     require(rope(RopeArgs<T>{s.pairs, pair, dim, w.cos, w.sin, s.new_positions, s.new_counts, rows, fresh, kv_heads,
                              dim, RopeLayout::kHalf},
                  stream));
@@ -275,9 +282,7 @@ void Drafter::BodyOf<T>::propose(const int32_t* roots, const int32_t* lengths, f
                              RopeLayout::kHalf},
                  stream));
     project(s.normed, layer.kv, s.kv, pair, hidden, rows);
-    for (int head = 0; head < kv_heads; ++head)
-      require(rms_norm(RmsNormArgs<T>{s.kv + head * dim, pair, layer.k_norm, s.kv + head * dim, pair, rows, dim, eps},
-                       stream));
+    norm_keys(c, s.kv, layer.k_norm, rows, stream);
     require(rope(RopeArgs<T>{s.kv, pair, dim, w.cos, w.sin, s.positions, s.node_count, rows, block, kv_heads, dim,
                              RopeLayout::kHalf},
                  stream));
@@ -290,9 +295,9 @@ void Drafter::BodyOf<T>::propose(const int32_t* roots, const int32_t* lengths, f
     note(at + "v", s.kv + pair / 2, pair / 2, pair, {rows, kv_heads, dim});
     note(at + "attn_heads", s.heads, query, query, {rows, heads, dim});
     note(at + "attn_out", s.out, hidden, hidden, {rows, hidden});
-    require(add(s.x, s.out, s.x, static_cast<int64_t>(rows) * hidden, stream));
-    require(
-        rms_norm(RmsNormArgs<T>{s.x, hidden, layer.post_attention_norm, s.normed, hidden, rows, hidden, eps}, stream));
+    require(rms_norm(RmsNormArgs<T>{s.x, hidden, layer.post_attention_norm, s.normed, hidden, rows, hidden, eps,
+                                    nullptr, s.out, nullptr, s.x},
+                     stream));
     project(s.normed, layer.mlp.gate_up, s.both, 2 * c.intermediate_size, hidden, rows);
     require(swiglu(SwigluArgs<T>{s.both, s.act, rows, c.intermediate_size}, stream));
     project(s.act, layer.mlp.down, s.out, hidden, c.intermediate_size, rows);

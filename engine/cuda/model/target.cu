@@ -1,8 +1,7 @@
 #include <algorithm>
 
-#include "kernels/experts_bf16.h"
-#include "model/products.h"
 #include "model/target.h"
+#include "model/target_scratch.h"
 #include "model/target_weights.h"
 
 namespace kdtree {
@@ -28,66 +27,9 @@ bool products_fit(const TargetConfig& c) {
   const int64_t query = c.qk_nope_head_dim + c.qk_rope_head_dim, heads = c.num_attention_heads;
   const bool dense = c.first_k_dense_replace > 0, mixture = c.first_k_dense_replace < c.num_hidden_layers;
   return fit_tensor_cores<T>({c.hidden_size, c.q_lora_rank, query, c.qk_nope_head_dim, c.kv_lora_rank,
-                              heads * c.v_head_dim, dense ? c.intermediate_size : 0,
+                              c.qk_rope_head_dim, heads * c.v_head_dim, dense ? c.intermediate_size : 0,
                               mixture ? c.moe_intermediate_size : 0});
 }
-
-template <typename T>
-struct TargetScratch {
-  Arena arena;
-  T *x, *normed, *q_a, *q, *kv, *q_latent, *attn_latent, *heads, *out, *both, *act, *routed, *last;
-  float* wide;  // normed, for the router
-  float *router_logits, *router_scores, *expert_weights;
-  int32_t* expert_ids;
-  unsigned char *attention_workspace, *experts_workspace;
-  size_t attention_bytes, experts_bytes;
-
-  // products, fast, general: products on tensor cores; attention there, and elsewhere.
-  TargetScratch(const TargetConfig& c, int most_rows, int capacity, bool products, bool fast, bool general) {
-    const size_t rows = static_cast<size_t>(most_rows), hidden = static_cast<size_t>(c.hidden_size);
-    const size_t heads_count = static_cast<size_t>(c.num_attention_heads), rank = static_cast<size_t>(c.kv_lora_rank);
-    const int shared = c.moe_intermediate_size * c.n_shared_experts;
-    const size_t widest = static_cast<size_t>(std::max(c.intermediate_size, shared));
-    const bool mixture = c.first_k_dense_replace < c.num_hidden_layers;
-    attention_bytes =
-        std::max(general ? mla_attention_workspace(most_rows, c.num_attention_heads, c.kv_lora_rank, capacity) : 0,
-                 fast ? bf16_attention_bytes(c, most_rows, capacity) : 0);
-    experts_bytes =
-        !mixture ? 0
-                 : (products ? experts_bf16_workspace : kdtree::experts_workspace)(
-                       most_rows, c.hidden_size, c.moe_intermediate_size, c.n_routed_experts, c.num_experts_per_tok);
-    arena.plan(&x, rows * hidden);
-    arena.plan(&normed, rows * hidden);
-    arena.plan(&wide, kNarrow<T> && mixture ? rows * hidden : 0);
-    arena.plan(&q_a, rows * static_cast<size_t>(c.q_lora_rank));
-    arena.plan(&q, rows * heads_count * static_cast<size_t>(c.qk_nope_head_dim + c.qk_rope_head_dim));
-    arena.plan(&kv, rows * static_cast<size_t>(c.kv_lora_rank + c.qk_rope_head_dim));
-    arena.plan(&q_latent, rows * heads_count * rank);
-    arena.plan(&attn_latent, rows * heads_count * rank);
-    arena.plan(&heads, rows * heads_count * static_cast<size_t>(c.v_head_dim));
-    arena.plan(&out, rows * hidden);
-    arena.plan(&both, rows * 2 * widest);
-    arena.plan(&act, rows * widest);
-    arena.plan(&router_logits, rows * static_cast<size_t>(c.n_routed_experts));
-    arena.plan(&router_scores, rows * static_cast<size_t>(c.n_routed_experts));
-    arena.plan(&expert_ids, rows * static_cast<size_t>(c.num_experts_per_tok));
-    arena.plan(&expert_weights, rows * static_cast<size_t>(c.num_experts_per_tok));
-    arena.plan(&routed, rows * hidden);
-    arena.plan(&last, rows * hidden);
-    arena.plan(&attention_workspace, attention_bytes);
-    arena.plan(&experts_workspace, experts_bytes);
-    arena.allocate();
-  }
-
-  // What the largest pass and a single row do best with, and at least what every pass can do with: 64 head rows.
-  static size_t bf16_attention_bytes(const TargetConfig& c, int most_rows, int capacity) {
-    const int heads = c.num_attention_heads;
-    const int width = std::min(most_rows, 65535), least = std::max(64 / heads, 1);
-    return std::max({mla_attention_bf16_workspace(1, width, heads, capacity),
-                     mla_attention_bf16_workspace(1, 1, heads, capacity),
-                     mla_attention_bf16_workspace(1, least, heads, capacity, 1)});
-  }
-};
 
 // One pass: the state that its steps share, and a line for each operation.
 template <typename T>
@@ -99,11 +41,6 @@ struct Pass {
   Products products;
   int rows = in.rows.count();
 
-  void norm(const T* x, int64_t x_stride, const T* weight, T* y, int64_t y_stride, int width, double eps,
-            float* wide = nullptr) const {
-    require(
-        rms_norm(RmsNormArgs<T>{x, x_stride, weight, y, y_stride, rows, width, static_cast<float>(eps), wide}, stream));
-  }
   template <typename Y>
   void project(const T* x, const T* w, Y* y, int out, int width) const {
     multiply(products, x, w, y, rows, out, width, stream);
@@ -116,18 +53,10 @@ struct Pass {
                            static_cast<int64_t>(heads) * out, out, rows, out, width, heads},
              stream);
   }
-  void turn(T* x, int64_t x_stride, int64_t head_stride, int heads, const float* cos, const float* sin) const {
-    require(rope(RopeArgs<T>{x, x_stride, head_stride, cos, sin, in.rows.positions, in.rows.node_count, rows,
-                             in.rows.width, heads, c.qk_rope_head_dim, c.rope_layout},
-                 stream));
-  }
   void feed(const T* x, const SwigluWeights<T>& w, int width, T* both, T* act, T* y) const {
     project(x, w.gate_up, both, 2 * width, c.hidden_size);
     require(swiglu(SwigluArgs<T>{both, act, rows, width}, stream));
     project(act, w.down, y, c.hidden_size, width);
-  }
-  void sum(const T* a, const T* b, T* y) const {
-    require(add(a, b, y, static_cast<int64_t>(rows) * c.hidden_size, stream));
   }
   template <typename Y>
   void note(const std::string& name, const Y* array, int width) const {
@@ -180,7 +109,14 @@ class Target::BodyOf final : public Target::Body {
  private:
   bool bf16_attention() const { return kNarrow<T> && kdtree::attention_fits(c_); }
   void attend(const TargetPass& pass, int layer, cudaStream_t stream) const;
-  void mix(const Pass<T>& p, const TargetLayer<T>& layer, const std::string& at) const;
+  // What a block gives to the residual stream: their sum, if there are two.
+  struct Given {
+    const T *added = nullptr, *also = nullptr;
+  };
+  void norm_stream(const Pass<T>& p, const Given& given, const T* weight, float* wide = nullptr) const;
+  void project_down(const Pass<T>& p, const TargetLayer<T>& layer, int index) const;
+  Given mix(const Pass<T>& p, const TargetLayer<T>& layer, const std::string& at) const;
+  void end_layer(const Pass<T>& p, int index) const;
 
   const TargetConfig& c_;
   int most_rows_;
@@ -190,6 +126,42 @@ class Target::BodyOf final : public Target::Body {
   TargetWeights<T> w_;
   TargetScratch<T> s_;
 };
+
+// The stream takes what was given to it, and its norm goes to `normed`.
+template <typename T>
+void Target::BodyOf<T>::norm_stream(const Pass<T>& p, const Given& given, const T* weight, float* wide) const {
+  const int hidden = c_.hidden_size;
+  require(rms_norm(RmsNormArgs<T>{s_.x, hidden, weight, s_.normed, hidden, p.rows, hidden,
+                                  static_cast<float>(c_.rms_norm_eps), wide, given.added, given.also, s_.x},
+                   p.stream));
+}
+
+// From `normed` to queries, rotated, in q, and to cache rows, in place behind `down`'s first columns.
+template <typename T>
+void Target::BodyOf<T>::project_down(const Pass<T>& p, const TargetLayer<T>& layer, int index) const {
+  const int hidden = c_.hidden_size, heads = c_.num_attention_heads, lora = c_.q_lora_rank;
+  const int rank = c_.kv_lora_rank, rope_width = c_.qk_rope_head_dim, row = rank + rope_width;
+  const int query = c_.qk_nope_head_dim + rope_width;
+  const float eps = static_cast<float>(c_.latent_norm_eps);
+  if (lora > 0) {
+    p.project(s_.normed, layer.q_a, s_.down, lora + row, hidden);
+    require(rms_norm(RmsNormArgs<T>{s_.down, lora + row, layer.q_a_norm, s_.down, lora + row, p.rows, lora, eps},
+                     p.stream));
+    multiply(products_,
+             Product<T, T>{s_.down, lora + row, 0, layer.q, 0, s_.q, heads * query, 0, p.rows, heads * query, lora, 1},
+             p.stream);
+  } else {
+    p.project(s_.normed, layer.q, s_.q, heads * query, hidden);
+    p.project(s_.normed, layer.kv_a, s_.down, row, hidden);
+  }
+  require(latents(LatentArgs<T>{p.in.rows, s_.down + lora, lora + row, layer.kv_a_norm, w_.cos, w_.sin, p.in.cache,
+                                index, rank, rope_width, eps, c_.rope_layout},
+                  p.stream));
+  require(rope(RopeArgs<T>{s_.q + c_.qk_nope_head_dim, static_cast<int64_t>(heads) * query, query, w_.cos, w_.sin,
+                           p.in.rows.positions, p.in.rows.node_count, p.rows, p.in.rows.width, heads, rope_width,
+                           c_.rope_layout},
+               p.stream));
+}
 
 // Queries in q_latent and q, results in attn_latent.
 template <typename T>
@@ -209,7 +181,7 @@ void Target::BodyOf<T>::attend(const TargetPass& pass, int layer, cudaStream_t s
     a->out = s_.attn_latent;
     a->heads = heads;
     a->scale = static_cast<float>(c_.softmax_scale);
-    a->longest = pass.cache.capacity;
+    a->longest = pass.longest;
     a->workspace = s_.attention_bytes > 0 ? s_.attention_workspace : nullptr;
     a->workspace_size = s_.attention_bytes;
   };
@@ -231,9 +203,10 @@ void Target::BodyOf<T>::attend(const TargetPass& pass, int layer, cudaStream_t s
   require(mla_attention(attention, stream));
 }
 
-// The experts of `normed` to out: routed ones, then the shared one.
+// The experts of `normed`: the routed ones to `routed`, the shared one to `out`.
 template <typename T>
-void Target::BodyOf<T>::mix(const Pass<T>& p, const TargetLayer<T>& layer, const std::string& at) const {
+typename Target::BodyOf<T>::Given Target::BodyOf<T>::mix(const Pass<T>& p, const TargetLayer<T>& layer,
+                                                         const std::string& at) const {
   const int hidden = c_.hidden_size, chosen = c_.num_experts_per_tok, count = c_.n_routed_experts;
   const float* wide = s_.wide;
   if constexpr (!kNarrow<T>) wide = s_.normed;
@@ -274,7 +247,22 @@ void Target::BodyOf<T>::mix(const Pass<T>& p, const TargetLayer<T>& layer, const
   p.note(at + "expert_weights", s_.expert_weights, chosen);
   p.note(at + "routed_out", s_.routed, hidden);
   p.note(at + "shared_out", s_.out, hidden);
-  p.sum(s_.routed, s_.out, s_.out);
+  if (p.trace == nullptr) return {s_.out, s_.routed};
+  // The same sum, where it can be seen.
+  require(add(s_.routed, s_.out, s_.out, static_cast<int64_t>(p.rows) * hidden, p.stream));
+  return {s_.out};
+}
+
+// Once the stream has taken what the layer gave.
+template <typename T>
+void Target::BodyOf<T>::end_layer(const Pass<T>& p, int index) const {
+  const int hidden = c_.hidden_size;
+  p.note("layers." + std::to_string(index) + "/hidden", s_.x, hidden);
+  const auto tap = std::find(taps_.begin(), taps_.end(), index);
+  if (tap == taps_.end() || p.in.features == nullptr) return;
+  const int64_t taps = static_cast<int64_t>(taps_.size()), place = tap - taps_.begin();
+  T* const features = static_cast<T*>(p.in.features) + place * hidden;
+  require(copy_rows(CopyRowsArgs<T>{s_.x, hidden, features, taps * hidden, p.rows, hidden}, p.stream));
 }
 
 template <typename T>
@@ -289,28 +277,20 @@ void Target::BodyOf<T>::forward(const TargetPass& pass, cudaStream_t stream, Tra
     throw EngineFailure(KDTREE_SIZE, "cache rows of " + std::to_string(pass.cache.row_bytes) +
                                          " bytes, the model's have " + std::to_string(row_bytes));
   const Pass<T> p{c_, pass, stream, trace, products_};
-  T* const features = static_cast<T*>(pass.features);
+  const int64_t kv_stride = c_.q_lora_rank + rank + rope_width;
+  const T* const kv = s_.down + c_.q_lora_rank;
 
   require(embed(EmbedArgs<T>{pass.rows, w_.embedding, s_.x, hidden}, stream));
   p.note("embedding", s_.x, hidden);
+  Given given;
   for (int index = 0; index < c_.num_hidden_layers; ++index) {
     const TargetLayer<T>& layer = w_.layers[static_cast<size_t>(index)];
     const std::string at = "layers." + std::to_string(index) + "/";
 
-    p.norm(s_.x, hidden, layer.input_norm, s_.normed, hidden, hidden, c_.rms_norm_eps);
+    norm_stream(p, given, layer.input_norm);
+    if (index > 0) end_layer(p, index - 1);
     p.note(at + "attn_norm", s_.normed, hidden);
-    if (c_.q_lora_rank > 0) {
-      p.project(s_.normed, layer.q_a, s_.q_a, c_.q_lora_rank, hidden);
-      p.norm(s_.q_a, c_.q_lora_rank, layer.q_a_norm, s_.q_a, c_.q_lora_rank, c_.q_lora_rank, c_.latent_norm_eps);
-      p.project(s_.q_a, layer.q, s_.q, heads * query, c_.q_lora_rank);
-    } else {
-      p.project(s_.normed, layer.q, s_.q, heads * query, hidden);
-    }
-    p.project(s_.normed, layer.kv_a, s_.kv, rank + rope_width, hidden);
-    p.norm(s_.kv, rank + rope_width, layer.kv_a_norm, s_.kv, rank + rope_width, rank, c_.latent_norm_eps);
-    p.turn(s_.q + nope, static_cast<int64_t>(heads) * query, query, heads, w_.cos, w_.sin);
-    p.turn(s_.kv + rank, rank + rope_width, 0, 1, w_.cos, w_.sin);
-    require(cache_write(pass.rows, s_.kv, rank + rope_width, pass.cache, index, stream));
+    project_down(p, layer, index);
     p.project_heads(s_.q, static_cast<int64_t>(heads) * query, query, layer.w_uk, s_.q_latent, rank, nope);
     attend(pass, index, stream);
     p.project_heads(s_.attn_latent, static_cast<int64_t>(heads) * rank, rank, layer.w_uv, s_.heads, c_.v_head_dim,
@@ -320,31 +300,22 @@ void Target::BodyOf<T>::forward(const TargetPass& pass, cudaStream_t stream, Tra
     p.note_heads(at + "attn_latent", s_.attn_latent, rank, rank);
     p.note_heads(at + "q_nope", s_.q, nope, query);
     p.note_heads(at + "q_rope", s_.q + nope, rope_width, query);
-    p.note_part(at + "latent", s_.kv, rank, rank + rope_width);
-    p.note_part(at + "rope_key", s_.kv + rank, rope_width, rank + rope_width);
+    p.note_part(at + "latent", kv, rank, kv_stride);
+    p.note_part(at + "rope_key", kv + rank, rope_width, kv_stride);
     p.note_heads(at + "attn_heads", s_.heads, c_.v_head_dim, c_.v_head_dim);
     p.note(at + "attn_out", s_.out, hidden);
-    p.sum(s_.x, s_.out, s_.x);
 
-    float* const wide = layer.mixture && kNarrow<T> ? s_.wide : nullptr;
-    p.norm(s_.x, hidden, layer.post_attention_norm, s_.normed, hidden, hidden, c_.rms_norm_eps, wide);
+    norm_stream(p, {s_.out}, layer.post_attention_norm, layer.mixture && kNarrow<T> ? s_.wide : nullptr);
     p.note(at + "ffn_norm", s_.normed, hidden);
+    given = {s_.out};
     if (layer.mixture)
-      mix(p, layer, at);
+      given = mix(p, layer, at);
     else
       p.feed(s_.normed, layer.mlp, c_.intermediate_size, s_.both, s_.act, s_.out);
     p.note(at + "ffn_out", s_.out, hidden);
-    p.sum(s_.x, s_.out, s_.x);
-    p.note(at + "hidden", s_.x, hidden);
-    const auto tap = std::find(taps_.begin(), taps_.end(), index);
-    if (tap != taps_.end() && features != nullptr) {
-      const int64_t taps = static_cast<int64_t>(taps_.size()), place = tap - taps_.begin();
-      require(
-          copy_rows(CopyRowsArgs<T>{s_.x, hidden, features + place * hidden, taps * hidden, p.rows, hidden}, stream));
-    }
   }
-  if (pass.logits == nullptr) return;
-  p.norm(s_.x, hidden, w_.final_norm, s_.normed, hidden, hidden, c_.rms_norm_eps);
+  norm_stream(p, given, w_.final_norm);
+  end_layer(p, c_.num_hidden_layers - 1);
   p.note("final_norm", s_.normed, hidden);
   if (pass.last_rows_only) {
     KDTREE_LAUNCH((last_rows_kernel<T>), dim3(static_cast<unsigned>(pass.rows.requests)), dim3(128), 0, stream,

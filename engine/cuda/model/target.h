@@ -29,6 +29,7 @@ struct Arithmetic {
 struct TargetPass {
   Rows rows;
   kdtree_cache_view cache;  // rows of the pass are written at prefix..prefix+n of each request, nothing is committed
+  int longest;              // the most keys that any row may have; changes no bit, but how attention is cut
   bool last_rows_only;      // logits of each block's last used row alone (prefill): logits is [R, vocab_size]
   float* logits;            // [M, vocab_size] or [R, vocab_size]
   void* features;  // [M, taps * hidden] of the dtype: residual stream after each tapped layer; NULL without taps

@@ -14,10 +14,10 @@ namespace kdtree {
 template <typename T>
 struct TargetLayer {
   const T *input_norm, *post_attention_norm;
-  const T *q_a, *q_a_norm, *q;  // q: q_b_proj, or q_proj where there is no q_lora_rank
-  const T *kv_a, *kv_a_norm;
-  const T* w_uk;  // [heads, rank, nope]
-  const T* w_uv;  // [heads, v, rank]
+  const T *q_a, *q_a_norm, *q;  // q: q_b_proj, or q_proj where there is no q_lora_rank; q_a: with kv_a's rows behind
+  const T *kv_a, *kv_a_norm;    // kv_a: only where there is no q_lora_rank
+  const T* w_uk;                // [heads, rank, nope]
+  const T* w_uv;                // [heads, v, rank]
   const T* o;
   bool mixture;
   SwigluWeights<T> mlp;  // dense, or the shared expert
@@ -98,12 +98,15 @@ struct TargetWeights {
     const size_t of_heads = static_cast<size_t>(heads) * static_cast<size_t>(rank);
     store.take(&layer.input_norm, at + "input_layernorm.weight");
     store.take(&layer.post_attention_norm, at + "post_attention_layernorm.weight");
+    const std::string kv_a = attention + "kv_a_proj_with_mqa.weight";
     if (c.q_lora_rank > 0) {
-      store.take(&layer.q_a, attention + "q_a_proj.weight");
+      store.take(&layer.q_a, std::vector<std::string>{attention + "q_a_proj.weight", kv_a});
       store.take(&layer.q_a_norm, attention + "q_a_layernorm.weight");
+      store.take(&layer.q, attention + "q_b_proj.weight");
+    } else {
+      store.take(&layer.q, attention + "q_proj.weight");
+      store.take(&layer.kv_a, kv_a);
     }
-    store.take(&layer.q, attention + (c.q_lora_rank > 0 ? "q_b_proj.weight" : "q_proj.weight"));
-    store.take(&layer.kv_a, attention + "kv_a_proj_with_mqa.weight");
     store.take(&layer.kv_a_norm, attention + "kv_a_layernorm.weight");
     store.template take<T>(&layer.w_uk, attention + "kv_b_proj.weight", of_heads * static_cast<size_t>(nope),
                            [=](const std::vector<T>& kv_b) { return key_part(kv_b, heads, nope, v, rank); });

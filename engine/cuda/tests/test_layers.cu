@@ -279,40 +279,6 @@ TEST(add_and_copies) {
     }
 }
 
-TEST(cache_rows_go_behind_the_prefix) {
-  const int width = 3, layers = 2, capacity = 5, layer = 1;
-  for (const int floats : {4, 6})
-    for (const bool paged : {false, true}) {
-      const std::vector<float> src = check::noise(8, 2 * width * floats);
-      // Request 1 has no room for its third row, and its second block is missing.
-      const Blocks blocks(width, {1, 2}, {0, 3}, std::vector<int32_t>(2 * width, 0));
-      const check::Array<int32_t> table({3, 0, 1, 2, -1, 4});
-      const int row_stride = floats + 4, places = paged ? 10 : 2 * capacity;
-      const check::Array<float> from(src), memory(layers * places * row_stride);
-      kdtree_cache_view cache{};
-      cache.base = memory.get();
-      cache.row_bytes = 4 * floats;
-      cache.row_stride = 4 * row_stride;
-      cache.request_stride = 4 * capacity * row_stride;
-      cache.layer_stride = 4 * places * row_stride;
-      cache.layers = layers;
-      cache.capacity = capacity;
-      cache.block_size = paged ? 2 : 0;
-      cache.table_stride = 3;
-      cache.block_table = paged ? table.get() : nullptr;
-      std::vector<float> right = memory.read();
-      const auto expect = [&](int row, int place) {
-        std::copy_n(&src[row * floats], floats, &right[(layer * places + place) * row_stride]);
-      };
-      expect(0, paged ? 6 : 0);
-      expect(1, paged ? 7 : 1);
-      if (!paged) expect(3, capacity + 3);
-      expect(4, paged ? 8 : capacity + 4);
-      CHECK_OK(cache_write(blocks.rows, from.get(), floats, cache, layer, nullptr));
-      CHECK_EQUAL_ALL(check::bits(memory.read()), check::bits(right), paged ? "paged" : "contiguous");
-    }
-}
-
 TEST(refusals) {
   const check::Array<float> memory(64);
   float* const p = memory.get();
@@ -338,12 +304,4 @@ TEST(refusals) {
   CHECK_STATUS(router(a, nullptr), KDTREE_SIZE);
   const Blocks blocks(2, {1}, {0}, {0, 0});
   CHECK_STATUS(embed({blocks.rows, p, p, 0}, nullptr), KDTREE_SIZE);
-  kdtree_cache_view cache{};
-  cache.base = p;
-  cache.row_bytes = cache.row_stride = 16;
-  cache.layers = cache.capacity = 1;
-  CHECK_OK(cache_write(blocks.rows, p, 4, cache, 0, nullptr));
-  CHECK_STATUS(cache_write(blocks.rows, p, 4, cache, 1, nullptr), KDTREE_SIZE);
-  cache.row_bytes = 14;
-  CHECK_STATUS(cache_write(blocks.rows, p, 4, cache, 0, nullptr), KDTREE_SIZE);
 }

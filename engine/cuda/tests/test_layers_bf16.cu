@@ -139,31 +139,6 @@ TEST(copies_keep_all_bits) {
     CHECK_OK(copy_rows({from.get(), width + 1, to.get(), width + 4, 3, width}, nullptr));
     CHECK_EQUAL_ALL(to.read(), right, "copied rows");
   }
-  for (const int width : {5, 576})
-    for (const bool paged : {false, true}) {
-      const int rows = 3, capacity = 6, prefix = 3, layers = 2;
-      std::vector<uint16_t> src = narrow_noise(11, rows * width);
-      src[1] = 0xffff;
-      const check::Array<uint16_t> from(src), memory(layers * capacity * width);
-      const check::Array<int32_t> table({2, 0, 1});
-      const Blocks blocks(rows, {1}, {prefix}, {0, 0, 0});
-      kdtree_cache_view cache{};
-      cache.base = memory.get();
-      cache.row_bytes = cache.row_stride = 2 * width;
-      cache.request_stride = cache.layer_stride = 2 * capacity * width;
-      cache.layers = layers;
-      cache.capacity = capacity;
-      cache.block_size = paged ? 2 : 0;
-      cache.table_stride = 3;
-      cache.block_table = paged ? table.get() : nullptr;
-      std::vector<uint16_t> right = memory.read();
-      for (int row = 0; row < 2; ++row) {
-        const int place = paged ? std::vector<int>{1, 2}[row] : prefix + row;
-        std::copy_n(&src[row * width], width, &right[(capacity + place) * width]);
-      }
-      CHECK_OK(cache_write(blocks.rows, from.get(), width, cache, 1, nullptr));
-      CHECK_EQUAL_ALL(memory.read(), right, paged ? "paged" : "contiguous");
-    }
 }
 
 TEST(products_without_tensor_cores) {

@@ -72,6 +72,7 @@ struct Decoder {
     pass.cache.layer_stride = pass.cache.request_stride = static_cast<int64_t>(capacity) * entry * 4;
     pass.cache.layers = target.config().num_hidden_layers;
     pass.cache.capacity = capacity;
+    pass.longest = capacity;
     pass.logits = logits.get();
     pass.features = features != nullptr ? tapped.get() : nullptr;
     target.forward(pass, nullptr, trace);

@@ -1,0 +1,91 @@
+// The cache row of each row of a pass: the latent is normed (rms_norm.h), the rope key turns (rope.h), both go to the
+// cache. A block for a row.
+
+#include "common/error.h"
+#include "kernels/cache_row.h"
+#include "kernels/rms_norm.h"
+#include "kernels/rope.h"
+
+namespace kdtree {
+namespace {
+
+// Rows past the used ones are left out. A row that the cache has no place for is only computed.
+template <typename T>
+__global__ void __launch_bounds__(kNormThreads) latent_kernel(LatentArgs<T> a, bool vector) {
+  __shared__ float sums[kNormThreads / kWarp];
+  const int row = static_cast<int>(blockIdx.x), request = row / a.rows.width;
+  if (!a.rows.used(row)) return;
+  T* const kv = a.kv + row * a.kv_stride;
+  const int64_t place = static_cast<int64_t>(a.rows.prefix_lengths[request]) + row % a.rows.width;
+  const int64_t offset = place < 0 || place >= a.cache.capacity ? -1 : cache_row(a.cache, request, place);
+  unsigned char* const layer = static_cast<unsigned char*>(a.cache.base) + a.layer * a.cache.layer_stride;
+  T* const cached = offset < 0 ? nullptr : reinterpret_cast<T*>(layer + offset);
+  const int first = 4 * static_cast<int>(threadIdx.x), stride = 4 * static_cast<int>(blockDim.x);
+
+  float squares = 0;
+  for (int c = first; c < a.rank; c += stride) squares = add_squares(load4(kv + c, a.rank - c, vector), squares);
+  const float size = size_of_row(squares, a.rank, a.eps, sums);
+  for (int c = first; c < a.rank; c += stride) {
+    const int count = a.rank - c;
+    const float4 result = normed<T>(load4(kv + c, count, vector), size, load4(a.weight + c, count, vector));
+    store4(kv + c, result, count, vector);
+    if (cached != nullptr) store4(cached + c, result, count, vector);
+  }
+  T* const key = kv + a.rank;
+  const int64_t entry = static_cast<int64_t>(a.rows.positions[row]) * (a.rope / 2);
+  for (int i = static_cast<int>(threadIdx.x); i < a.rope / 2; i += static_cast<int>(blockDim.x))
+    turn_pair(key, a.rope, i, a.cos + entry, a.sin + entry, a.layout);
+  __syncthreads();  // the key is whole
+  if (cached == nullptr) return;
+  for (int i = static_cast<int>(threadIdx.x); i < a.rope; i += static_cast<int>(blockDim.x))
+    cached[a.rank + i] = key[i];
+}
+
+template <typename T>
+kdtree_status write_latents(const LatentArgs<T>& a, cudaStream_t stream) {
+  constexpr int64_t kMost = 0x7fffffff;
+  constexpr int kElement = sizeof(T);
+  const kdtree_cache_view& cache = a.cache;
+  const int64_t row_bytes = kElement * (static_cast<int64_t>(a.rank) + a.rope);
+  Arguments arguments("latents");
+  arguments.range("requests", a.rows.requests, 1, KDTREE_MAX_REQUESTS)
+      .range("rows", static_cast<int64_t>(a.rows.requests) * a.rows.width, 1, kMost)
+      .range("rank", a.rank, 1, 1 << 20)
+      .range("rope", a.rope, 0, 1 << 20)
+      .range("rope % 2", a.rope % 2, 0, 0)
+      .range("layout", static_cast<int>(a.layout), 0, 1)
+      .range("kv_stride", a.kv_stride, static_cast<int64_t>(a.rank) + a.rope, INT64_MAX)
+      .range("layer", a.layer, 0, static_cast<int64_t>(cache.layers) - 1)
+      .range("cache.row_bytes", cache.row_bytes, row_bytes, row_bytes)
+      .range("cache.row_stride", cache.row_stride, cache.row_bytes, INT64_MAX)
+      .range("cache.row_stride % element", cache.row_stride % kElement, 0, 0)
+      .range("cache.layer_stride % element", cache.layer_stride % kElement, 0, 0)
+      .range("cache.request_stride % element", cache.request_stride % kElement, 0, 0)
+      .range("cache.capacity", cache.capacity, 0, kMost)
+      .range("cache.block_size", cache.block_size, 0, kMost)
+      .array("node_count", a.rows.node_count, sizeof(int32_t))
+      .array("prefix_lengths", a.rows.prefix_lengths, sizeof(int32_t))
+      .array("positions", a.rows.positions, sizeof(int32_t))
+      .array("kv", a.kv, sizeof(T))
+      .array("weight", a.weight, sizeof(T))
+      .array("cos", a.cos, sizeof(float))
+      .array("sin", a.sin, sizeof(float))
+      .array("cache.base", cache.base, sizeof(T));
+  if (cache.block_size > 0 && !arguments.failed())
+    arguments.range("cache.table_stride", cache.table_stride, ceil_div(cache.capacity, cache.block_size), kMost)
+        .array("cache.block_table", cache.block_table, sizeof(int32_t));
+  KDTREE_RETURN_IF_FAILED(arguments.status());
+  const bool vector = fours<T>({a.kv, a.weight, cache.base},
+                               {a.kv_stride, a.rank, cache.row_stride / kElement, cache.layer_stride / kElement,
+                                cache.block_size == 0 ? cache.request_stride / kElement : 0});
+  KDTREE_LAUNCH((latent_kernel<T>), dim3(static_cast<unsigned>(a.rows.count())), norm_threads(a.rank), 0, stream, a,
+                vector);
+  return check_launch("latent_kernel");
+}
+
+}  // namespace
+
+kdtree_status latents(const LatentArgs<float>& args, cudaStream_t stream) { return write_latents(args, stream); }
+kdtree_status latents(const LatentArgs<uint16_t>& args, cudaStream_t stream) { return write_latents(args, stream); }
+
+}  // namespace kdtree
