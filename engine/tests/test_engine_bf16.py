@@ -14,6 +14,7 @@ from numpy.testing import assert_array_equal
 
 import kdtr
 from engine import checkpoint, decode_abi
+from engine.abi import UnsupportedError
 from engine.request import DFlash, NoisyOracle, Oracle, Request
 from engine.tests.decoding import META, VOCABULARY, micro_drafter, micro_target, write_model
 from reference.checkpoint import load_drafter, load_target, save_kdtr
@@ -180,6 +181,19 @@ def test_the_mask_form_is_near_the_exact_one(world, pair, engine):
     oracle = NoisyOracle(truth.tokens, 5, 0.0, 1, seed=2)
     made = masked.generate([Request(PROMPT, 6, 9, drafter=oracle)], method="ddtree", keep_logits=True)[0]
     assert error(made.logits[0], truth.logits[0].astype(np.float64)) < 0.04  # the same text up to here at least
+
+
+def test_cublas_is_a_cross_check(world, pair, engine):
+    """It is selected as in float32; the library for the CPU says that it has none."""
+    _, target, drafter = pair
+    other = world.engine(target=target, drafter=drafter, dtype="bfloat16", gemm="cublas", block_size=5)
+    if world.library.architectures == "host":
+        with pytest.raises(UnsupportedError, match="there is no cuBLAS on the CPU"):
+            other.generate(PROMPT, method="ar", max_new_tokens=1)
+        return
+    truth = engine.generate([Request(PROMPT, 1)], method="ar", keep_logits=True)[0]
+    made = other.generate([Request(PROMPT, 1)], method="ar", keep_logits=True)[0]
+    assert error(made.logits[0], truth.logits[0].astype(np.float64)) < 0.04
 
 
 def test_files_of_any_type_give_the_same_bits(world, tmp_path):

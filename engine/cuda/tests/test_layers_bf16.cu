@@ -216,10 +216,13 @@ TEST(latent_attention_without_tensor_cores) {
   const int nodes = 4, depth = 3;
   const check::Array<int32_t> node_count({nodes - 1}), paths({0, -1, -1, 0, 1, -1, 0, 2, -1, 0, 2, 3});
   const check::Array<uint32_t> visibility({1u, 3u, 5u, 13u});
-  for (const auto& [heads, rank, rope, prefix] :
-       {std::tuple{3, 7, 2, 5}, std::tuple{17, 24, 6, 138}, std::tuple{2, 512, 64, 3}})
+  struct Size {
+    int heads, rank, rope, prefix;
+  };
+  for (const Size& size : {Size{3, 7, 2, 5}, Size{17, 24, 6, 138}, Size{2, 512, 64, 3}})
     for (const AttentionForm form : {AttentionForm::kExact, AttentionForm::kMask})
       for (const bool split : {true, false}) {
+        const int heads = size.heads, rank = size.rank, rope = size.rope, prefix = size.prefix;
         const int row = rank + rope, capacity = prefix + nodes;
         const Pair latent(19, nodes * heads * rank), turned(20, nodes * heads * rope), cache(21, capacity * row);
         const check::Array<int32_t> prefixes({prefix}), positions({prefix, prefix + 1, prefix + 1, prefix + 2});

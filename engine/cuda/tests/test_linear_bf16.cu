@@ -1,7 +1,7 @@
 // The bf16 product: every row has the bits that it has alone, whatever the tile, and is near what float64 says.
 #include <algorithm>
 
-#include "kernels/linear_bf16.h"
+#include "kernels/linear_cublas.h"
 #include "tests/bf16.h"
 #include "tests/check.h"
 #include "tests/random.h"
@@ -264,6 +264,36 @@ TEST(a_broken_row_breaks_no_other) {
         else
           CHECK_EQUAL(bits, right[m * product.out + o]);
       }
+  }
+}
+
+TEST(cublas_agrees_or_says_why_not) {
+  for (const bool wide : {true, false}) {
+    const Product product(5, 70, 136, 3, wide);
+    const check::Array<uint32_t> y(product.size(5, product.out + product.gap));
+    const kdtree_status status = linear_cublas(product.arguments(0, 5, y.get()), nullptr);
+    if (status == KDTREE_UNSUPPORTED) {
+      CHECK(std::string(kdtree_last_error()).find("cuBLAS") != std::string::npos);
+      continue;
+    }
+    CHECK_OK(status);
+    const std::vector<uint32_t> all = y.read();
+    const uint16_t* const narrow = reinterpret_cast<const uint16_t*>(all.data());
+    for (int problem = 0; problem < product.batch; ++problem)
+      for (int row = 0; row < product.rows; ++row)
+        for (int out = 0; out < product.out; ++out) {
+          double sum = 0, sizes = 0;
+          for (int k = 0; k < product.in; ++k) {
+            const double term =
+                static_cast<double>(wide_of(product.x[(problem * product.rows + row) * product.in + k])) *
+                wide_of(product.w[(problem * product.out + out) * product.in + k]);
+            sum += term;
+            sizes += std::fabs(term);
+          }
+          const size_t at = static_cast<size_t>(problem * product.rows + row) * (product.out + product.gap) + out;
+          const double got = wide ? from_bits(all[at]) : wide_of(narrow[at]);
+          CHECK_NEAR(got, sum, kSumError * sizes + (wide ? 0 : kRounding * std::fabs(sum)));
+        }
   }
 }
 
