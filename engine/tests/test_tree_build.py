@@ -16,6 +16,12 @@ from engine.tests.tree_lists import KINDS, drawn_options, ids_of, lists_of, mixe
 
 GOLDEN = CHECKOUT / "datasets" / "golden"
 RECORDED = sorted(GOLDEN.glob("drafter_lists_*.kdtr"))
+SMALL = 32  # largest budget of a call that goes to the serial route whatever the lists
+
+
+def route_of(ops, lp, ids, budget):
+    """The route of a request in a call that is not small, whose tree is as the reference's."""
+    return check(ops, lp, ids, SMALL + 1, budgets=np.array([budget], np.int32))["route"]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -41,7 +47,7 @@ def test_golden_trees(ops, file):
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_lists(ops, path: Path):
-    """What a drafter really gives is built by the fast route, at any budget."""
+    """What a drafter really gives is built by the parallel route wherever the budget is not small."""
     file = kdtr.read(path)
     lp, ids = (np.concatenate([file[name] for name in file if name.endswith(f"/{end}")]) for end in ("lp", "ids"))
     routes: Counter[int] = Counter()
@@ -52,7 +58,7 @@ def test_recorded_lists(ops, path: Path):
         assert_same(found, heap_built(ops, *lists, budget), f"budget {budget}")
         some = slice(0, None, max(1, len(lp) // 4))
         assert_same({name: a[some] for name, a in found.items()}, wanted(lists[0][some], lists[1][some], budget))
-        if budget > 32:
+        if budget > SMALL:
             routes.update(found["route"].tolist())
     assert routes[ROUTES["parallel"]] >= 0.99 * routes.total() > 0, routes
 
@@ -66,6 +72,7 @@ def test_random_lists_of_every_kind(ops, kind):
     routes: Counter[int] = Counter()
     for i in range(12):
         depth, width, budget = size_of(rng, 128)
+        budget = budget if i % 2 else max(budget, SMALL + 1)
         shape = (4, depth, width)
         lp, ids = lists_of(kind, rng, shape)
         options = drawn_options(rng, shape, budget)
@@ -126,8 +133,8 @@ def test_every_budget_of_one_tree_is_a_prefix_of_the_next(ops):
 def test_one_tie_wider_than_the_room_goes_to_the_serial_route(ops):
     """16 nodes cost one step, 256 cost two: no threshold gives between 20 and 104 of them."""
     lp, ids = np.full((1, 2, 16), -1, np.float32), ids_of(np.random.default_rng(0), (1, 2, 16))
-    assert check(ops, lp, ids, 20)["route"] == ROUTES["serial"]
-    assert check(ops, lp, ids, 16)["route"] == ROUTES["parallel"]
+    assert route_of(ops, lp, ids, 20) == ROUTES["serial"]
+    assert route_of(ops, lp, ids, 16) == ROUTES["parallel"]
     assert check(ops, lp, ids, 300)["route"] == ROUTES["parallel"]
 
 
@@ -138,7 +145,7 @@ def test_costs_around_32_bits(ops):
         costs = np.array([[[1, 2**32 - 2**9], [1, last]]], np.float64)
         lp = (-costs / 2**24).astype(np.float32)
         np.testing.assert_array_equal(lp * -(2.0**24), costs)
-        assert check(ops, lp, ids, 6)["route"] == ROUTES[route], last
+        assert route_of(ops, lp, ids, 6) == ROUTES[route], last
 
 
 @pytest.mark.parametrize(
@@ -156,7 +163,18 @@ def test_costs_around_32_bits(ops):
 )
 def test_which_lists_go_which_way(ops, row, route):
     lp = np.tile(np.array(row, np.float32), (1, 3, 1))
-    assert check(ops, lp, ids_of(np.random.default_rng(0), lp.shape), 8)["route"] == ROUTES[route]
+    assert route_of(ops, lp, ids_of(np.random.default_rng(0), lp.shape), 8) == ROUTES[route]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 15, 16, SMALL - 1, SMALL])
+def test_a_small_budget_takes_one_node_after_the_other(ops, budget):
+    """All scores equal, equal but for their last bits, or in steps so small that few of their bits tell them apart."""
+    rng = np.random.default_rng(budget)
+    for step in (0.0, 2.0**-23, 2.0**-14, 2.0**-10):
+        for depth, width in ((1, 64), (2, 33), (7, 20), (31, 3)):
+            lp = -np.sort(1 + step * rng.integers(0, 5, (3, depth, width)), axis=2).astype(np.float32)
+            found = check(ops, lp, ids_of(rng, lp.shape), budget, f"{step} {depth} {width}")
+            assert (found["route"] == ROUTES["serial"]).all()
 
 
 @pytest.mark.parametrize("first", [0.0, -0.0])

@@ -13,20 +13,25 @@ from engine.tests.tree_checks import assert_routes, assert_same, built, heap_bui
 from engine.tests.tree_lists import KINDS, drawn_options, lists_of, size_of, spoiled, wanted
 
 CASES = {"host": 6_000, "cuda": 100_000}
-# One call's requests and largest budget, and how often it is drawn: what a serving batch has, and the whole range.
-CALLS = {"host": ((64, 64, 8), (8, 300, 3), (1, 1024, 1)), "cuda": ((256, 64, 4), (256, 256, 3), (64, 1024, 1))}
+# One call's requests, least and largest budget, and how often it is drawn: what a serving batch has, by either way to
+# build it, and the whole range.
+CALLS = {
+    "host": ((64, 0, 32, 4), (64, 33, 64, 8), (8, 33, 300, 3), (1, 33, 1024, 1)),
+    "cuda": ((256, 0, 32, 2), (256, 33, 64, 3), (256, 33, 256, 3), (64, 33, 1024, 1)),
+}
 
 
 def test_many_trees_are_those_of_the_heap(ops):
     backend = "host" if is_host(ops) else "cuda"
-    calls = [(requests, largest) for requests, largest, share in CALLS[backend] for _ in range(share)]
+    calls = [call for *call, share in CALLS[backend] for _ in range(share)]
     rng = np.random.default_rng(20261)
     routes: Counter[str] = Counter()
     refused = 0
     kinds = list(KINDS)
     while routes.total() < CASES[backend]:
-        requests, largest = calls[int(rng.integers(len(calls)))]
+        requests, least, largest = calls[int(rng.integers(len(calls)))]
         depth, width, budget = size_of(rng, largest)
+        budget = max(budget, least)
         chosen = rng.integers(0, len(kinds), requests)
         lp, ids = mixed(rng, [kinds[i] for i in chosen], depth, width)
         for r in np.flatnonzero(rng.random(requests) < 0.03):

@@ -1,18 +1,20 @@
 // Lists -> tree: the best-first tree of each request, one block a request, bit for bit that of reference/tree.py.
 //
-// tree_lists.h checks the lists and decides the route, tree_parallel.h and tree_serial.h find the nodes and their
-// order, this file writes them out: tokens, links, paths, visibility words, positions.
+// Calls of small budgets go to the kernel of tree_small.h. Of the others tree_lists.h checks the lists and decides the
+// route, tree_parallel.h and tree_serial.h find the nodes and their order, this file writes them out: tokens, links,
+// paths, visibility words, positions.
 //
-// What a tree takes is latency: the lists come in one trip to global memory, while visibility is filled with zeros, all
-// after it is done in shared memory, and the outputs leave side by side. The kernel exists for 128, 256, 512 and 1024
-// threads, by budget (tree_scratch.h).
+// What a tree takes is latency: a launch overlaps the end of the kernel before, the lists come in one trip to global
+// memory, while visibility is filled with zeros, all after it is done in shared memory, and the outputs leave side by
+// side. The kernel exists for 256, 512 and 1024 threads, by budget (tree_scratch.h).
 
 #include <algorithm>
 
-#include "common/error.h"
-#include "kernels/request.h"
+#include "kernels/topk_launch.h"
+#include "kernels/tree_output.h"
 #include "kernels/tree_parallel.h"
 #include "kernels/tree_serial.h"
+#include "kernels/tree_small.h"
 
 namespace kdtree {
 namespace {
@@ -28,22 +30,6 @@ struct Found {
 struct Scores {
   const double* serial;  // [nodes] of the serial route
   double unit;           // of the parallel one: the score of a cost of 1
-};
-
-// What the caller says of node 0.
-struct Root {
-  int token, position;
-};
-
-struct Output {
-  const kdtree_tree_build_args& a;
-  size_t request;
-  size_t rows = static_cast<size_t>(a.budget) + 1;
-
-  template <typename T>
-  __device__ T* block(T* array, size_t columns = 1) const {
-    return array == nullptr ? nullptr : array + request * rows * columns;
-  }
 };
 
 // Score of a node that costs nothing. In the contract's order of operations it is -0 only as a sum of nothing but -0:
@@ -89,58 +75,26 @@ __device__ int next_sibling(Scratch& s, const Found& found, int index) {
 template <typename Scratch>
 __device__ void write_node(const Output& out, const Lists& lists, Scratch& s, const Found& found, const Scores& scores,
                            const Root& root, int i) {
-  const kdtree_tree_build_args& a = out.a;
-  int token = 0, parent = -1, depth = 0, rank = 0, position = 0, child = -1, sibling = -1;
-  double score = 0;
+  NodeRow row;
   if (i == 0) {
-    token = root.token;
-    position = root.position;
-    if (found.count > 0) child = first_child(s, found, kNone);
+    row.token = root.token;
+    row.position = root.position;
+    if (found.count > 0) row.first_child = first_child(s, found, kNone);
   } else if (i <= found.count) {
     const int node = s.order[i - 1], d = s.depths[node];
-    rank = s.ranks[node];
-    token = lists.id(d, rank);
-    parent = node_of(s, found, s.parents[node]);
-    depth = d + 1;
-    position = root.position + depth;
-    score = score_of(lists, s, found, scores, node);
-    if (a.first_child != nullptr) {
-      child = first_child(s, found, node);
-      sibling = next_sibling(s, found, node);
+    row.rank = s.ranks[node];
+    row.token = lists.id(d, row.rank);
+    row.parent = node_of(s, found, s.parents[node]);
+    row.depth = d + 1;
+    row.position = root.position + row.depth;
+    row.score = score_of(lists, s, found, scores, node);
+    if (out.a.first_child != nullptr) {
+      row.first_child = first_child(s, found, node);
+      row.next_sibling = next_sibling(s, found, node);
     }
   }
-  out.block(a.tokens)[i] = token;
-  out.block(a.parents)[i] = parent;
-  out.block(a.depths)[i] = depth;
-  out.block(a.ranks)[i] = rank;
-  out.block(a.scores)[i] = score;
-  if (a.positions != nullptr) out.block(a.positions)[i] = position;
-  if (a.first_child != nullptr) {
-    out.block(a.first_child)[i] = child;
-    out.block(a.next_sibling)[i] = sibling;
-  }
+  out.write(i, row);
 }
-
-// Stores value(i), 32 bits, to to[i] for all i below count: 16 bytes a thread as far as they are aligned.
-template <typename F>
-__device__ void store_all(uint32_t* to, int count, const F& value) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(to) / sizeof(uint32_t) % 4);
-  const int head = min(count, (4 - odd) % 4), fours = (count - head) / 4, tail = head + 4 * fours;
-  Four* const wide = reinterpret_cast<Four*>(to + head);
-  KDTREE_UNROLL_BY(1)
-  for (int i = thread; i < fours; i += threads) {
-    Four four;
-    KDTREE_UNROLL
-    for (int j = 0; j < 4; ++j) four.of[j] = value(head + 4 * i + j);
-    wide[i] = four;
-  }
-  if (thread >= head + count - tail) return;
-  const int i = thread < head ? thread : tail + thread - head;
-  to[i] = value(i);
-}
-
-__host__ __device__ constexpr int visibility_words(int budget) { return budget / 32 + 1; }
 
 // What the path of a node takes in shared memory on its way.
 __host__ __device__ constexpr size_t path_bytes(int depth_limit) {
@@ -200,8 +154,12 @@ __device__ void write_tree(const Output& out, const Lists& lists, Scratch& s, co
               visibility == nullptr ? nullptr : visibility + static_cast<size_t>(first + i) * words);
     __syncthreads();
     if (paths != nullptr)
-      store_all(reinterpret_cast<uint32_t*>(paths + first * columns), some * columns,
-                [&](int i) { return steps[i] == kNone ? 0xffffffffu : static_cast<uint32_t>(steps[i]); });
+      store_all(reinterpret_cast<uint32_t*>(paths + first * columns), some * columns, thread, [&](int i) {
+        return [from = steps + i]() mutable {
+          const uint32_t step = *from++;
+          return step == kNone ? 0xffffffffu : step;
+        };
+      });
   }
 }
 
@@ -222,14 +180,6 @@ struct alignas(128) BlockShared {
     status[1] = outcome.place;
     status[2] = outcome.detail;
   }
-};
-
-// How the host divides the dynamic shared memory of a call, all of whose blocks have the same. The costs of list
-// entries are at its end, sets of ids and then the scratch at its beginning.
-struct Division {
-  size_t bytes;
-  uint32_t inverse;  // of the width
-  int near_bits, set_bits, set_rows;
 };
 
 // Finds the nodes by threshold; count -1 where costs need more than 32 bits or no threshold cuts near the budget.
@@ -282,19 +232,17 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
   __shared__ BlockShared block;
   ListFacts& facts = block.facts;
 
+  let_next_start();
+  wait_for_previous();
   const int request = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  const int depth_limit = a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
-  const int budget = a.budgets != nullptr ? a.budgets[request] : a.budget;
-  Outcome outcome = outcome_before(a.before, request);
-  if (!outcome.failed() && (depth_limit < 0 || depth_limit > a.depth_limit))
-    outcome = {KDTREE_REQUEST_OWN_SIZE, depth_limit, a.depth_limit};
-  if (!outcome.failed() && (budget < 0 || budget > a.budget)) outcome = {KDTREE_REQUEST_OWN_SIZE, budget, a.budget};
-  bool failed = outcome.failed();
-  if (thread == 0) block.keep(outcome);  // it takes no registers on the way
+  const Asked asked(a, request);
+  const int budget = asked.budget;
+  bool failed = asked.outcome.failed();
+  if (thread == 0) block.keep(asked.outcome);  // it takes no registers on the way
 
   const size_t lists_at = static_cast<size_t>(request) * a.depth_limit * a.width;
-  const Lists lists{a.lp + lists_at, a.ids + lists_at, failed || a.width == 0 ? 0 : depth_limit, a.width,
-                    division.inverse};
+  const Lists lists{a.lp + lists_at, a.ids + lists_at, failed || a.width == 0 ? 0 : asked.depth_limit, a.width,
+                    division.by_width};
   unsigned char* const near = shared + division.bytes - (sizeof(uint32_t) * a.depth_limit << division.near_bits);
   const ListSpace space{reinterpret_cast<uint32_t*>(near), division.near_bits,
                         a.checked != 0 ? nullptr : reinterpret_cast<int*>(shared), division.set_rows,
@@ -303,19 +251,16 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
   const Output out{a, static_cast<size_t>(request)};
   const auto prepare = [&] {  // what needs no list
     block.frontier.prepare(thread, budget);
-    if (thread == kThreads - 1)
-      block.root = {a.root_tokens != nullptr ? a.root_tokens[request] : 0,
-                    a.prefix_lengths != nullptr ? a.prefix_lengths[request] : 0};
+    if (thread == kThreads - 1) block.root = Root::of(a, request);
     const int words = visibility_words(a.budget);
     if (a.visibility != nullptr)
-      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, [](int) { return 0u; });
+      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, thread,
+                [](int) { return [] { return 0u; }; });
   };
   if (lists.depths > 0) {
     read_lists(lists, reach, a.vocab_size, space, &facts, prepare);
     failed = facts.fault != kNoFault;
-    if (failed && thread == 0)
-      block.keep({static_cast<int>(facts.fault & 15u), static_cast<int>(facts.fault >> 16) + 1,
-                  static_cast<int>(facts.fault >> 4 & 0xfffu)});
+    if (failed && thread == 0) block.keep(outcome_of(facts.fault));
   } else {
     prepare();
     __syncthreads();
@@ -384,13 +329,25 @@ kdtree_status check(const kdtree_tree_build_args& a) {
 }
 
 size_t scratch_bytes(int threads) {
-  return threads == 128   ? sizeof(TreeScratch<128>)
-         : threads == 256 ? sizeof(TreeScratch<256>)
+  return threads == 256   ? sizeof(TreeScratch<256>)
          : threads == 512 ? sizeof(TreeScratch<512>)
                           : sizeof(TreeScratch<1024>);
 }
 
-// Divides the dynamic shared memory of a block: what is left for it beside BlockShared.
+// Dynamic shared memory of a call with so much for the costs of entries, so many sets of ids and rows of output at a
+// time. What else lies there goes by turns.
+size_t bytes_of(const kdtree_tree_build_args& a, int near_bits, size_t sets, size_t rows) {
+  const size_t depths = static_cast<size_t>(a.depth_limit), set = sizeof(int) << set_bits(a.width);
+  if (a.budget <= kSmallBudget)
+    return round_up(std::max(SmallLists::bytes(a.depth_limit, std::min(a.budget, a.width)), sets * set), 16);
+  const size_t counts = depths * 2 * kCostBins * sizeof(float), row = path_bytes(a.depth_limit);
+  const size_t members = static_cast<size_t>(room_of(a.budget)) * sizeof(uint16_t);
+  const size_t near = depths * sizeof(uint32_t) << near_bits;
+  const size_t rest = std::max({counts + near, members, serial_bytes(a.budget) + row, rows * row});
+  return round_up(std::max(scratch_bytes(threads_of(a.budget)) + rest, sets * set + near), 16);
+}
+
+// Divides the dynamic shared memory of a block: what is left for it beside `fixed` bytes.
 kdtree_status divide(const kdtree_tree_build_args& a, Division* division) {
   size_t limit = shared_memory_optin();
   if (limit == 0) return KDTREE_CUDA;
@@ -399,55 +356,54 @@ kdtree_status divide(const kdtree_tree_build_args& a, Division* division) {
     limit = static_cast<size_t>(a.shared_memory_limit);
 
   constexpr int kLeastBits = 3;
-  const size_t fixed = scratch_bytes(threads_of(a.budget)), depths = static_cast<size_t>(a.depth_limit);
-  const size_t counts = depths * 2 * kCostBins * sizeof(float), set = sizeof(int) << set_bits(a.width);
-  const size_t members = static_cast<size_t>(room_of(a.budget)) * sizeof(uint16_t);
-  const size_t row = path_bytes(a.depth_limit);
-  const auto near = [&](int bits) { return depths * sizeof(uint32_t) << bits; };
-  // With so many sets and rows of output at a time. What else lies there goes by turns.
-  const auto bytes = [&](int near_bits, size_t sets, size_t rows) {
-    const size_t rest = std::max({counts + near(near_bits), members, serial_bytes(a.budget) + row, rows * row});
-    return round_up(std::max(fixed + rest, sets * set + near(near_bits)), 16);
-  };
-  const size_t least = bytes(kLeastBits, 1, 1);
-  if (least + sizeof(BlockShared) > limit)
+  const bool small = a.budget <= kSmallBudget;
+  const size_t fixed = small ? sizeof(SmallShared) : sizeof(BlockShared);
+  const size_t least = bytes_of(a, kLeastBits, 1, 1);
+  if (least + fixed > limit)
     return fail(KDTREE_UNSUPPORTED,
                 "kdtree_tree_build: depth limit %d, width %d, budget %d need at least %zu bytes of shared memory in a "
                 "block, which may have %zu",
-                a.depth_limit, a.width, a.budget, least + sizeof(BlockShared), limit);
-  const size_t most = (limit - sizeof(BlockShared)) / 16 * 16;
+                a.depth_limit, a.width, a.budget, least + fixed, limit);
+  const size_t most = (limit - fixed) / 16 * 16;
   // Costs of list entries that find no room are computed again from the lists.
   int near_bits = kLeastBits;
-  while (1 << near_bits < std::min(a.width, a.budget) && bytes(near_bits + 1, 1, 1) <= most) ++near_bits;
-  const size_t all_sets = a.checked != 0 ? 1 : std::max<size_t>(depths, 1), rows = static_cast<size_t>(a.budget) + 1;
-  division->bytes = std::min(bytes(near_bits, all_sets, rows), most);
-  division->inverse = Lists::inverse_of(a.width);
+  if (!small)
+    while (1 << near_bits < std::min(a.width, a.budget) && bytes_of(a, near_bits + 1, 1, 1) <= most) ++near_bits;
+  const size_t all_sets = a.checked != 0 ? 1 : std::max<size_t>(a.depth_limit, 1);
+  const size_t rows = static_cast<size_t>(a.budget) + 1;
+  const size_t near = small ? 0 : static_cast<size_t>(a.depth_limit) * sizeof(uint32_t) << near_bits;
+  division->bytes = std::min(bytes_of(a, near_bits, all_sets, rows), most);
+  division->by_width = Divider::by(a.width);
+  division->by_reach = Divider::by(std::min(a.budget, a.width));
+  division->by_columns = Divider::by(a.depth_limit + 1);
+  division->by_words = Divider::by(visibility_words(a.budget));
   division->near_bits = near_bits;
   division->set_bits = set_bits(a.width);
-  division->set_rows = static_cast<int>((division->bytes - near(near_bits)) / set);
+  division->set_rows = static_cast<int>((division->bytes - near) / (sizeof(int) << division->set_bits));
   return KDTREE_OK;
 }
 
-template <int kThreads>
-kdtree_status launch_threads(const kdtree_tree_build_args& a, const Division& division) {
-  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(tree_build_kernel<kThreads>),
-                                              "kdtree_tree_build", division.bytes, sizeof(BlockShared)));
-  const dim3 grid(static_cast<unsigned>(a.requests)), block(kThreads);
-  KDTREE_LAUNCH((tree_build_kernel<kThreads>), grid, block, division.bytes, static_cast<cudaStream_t>(a.stream), a,
-                division);
-  return check_launch("tree_build_kernel");
+template <typename Kernel>
+kdtree_status launch_kernel(Kernel kernel, int threads, size_t fixed, const kdtree_tree_build_args& a,
+                            const Division& division) {
+  KDTREE_RETURN_IF_FAILED(
+      allow_shared_memory(reinterpret_cast<const void*>(kernel), "kdtree_tree_build", division.bytes, fixed));
+  // The lists may come from the kernel before, whose end is waited for on the device.
+  return launch_behind("tree_build_kernel", kernel, dim3(static_cast<unsigned>(a.requests)),
+                       dim3(static_cast<unsigned>(threads)), division.bytes, static_cast<cudaStream_t>(a.stream), a,
+                       division);
 }
 
 kdtree_status launch(const kdtree_tree_build_args& a, const Division& division) {
+  if (a.budget <= kSmallBudget)
+    return launch_kernel(tree_small_kernel, kSmallThreads, sizeof(SmallShared), a, division);
   switch (threads_of(a.budget)) {
-    case 128:
-      return launch_threads<128>(a, division);
     case 256:
-      return launch_threads<256>(a, division);
+      return launch_kernel(tree_build_kernel<256>, 256, sizeof(BlockShared), a, division);
     case 512:
-      return launch_threads<512>(a, division);
+      return launch_kernel(tree_build_kernel<512>, 512, sizeof(BlockShared), a, division);
     default:
-      return launch_threads<1024>(a, division);
+      return launch_kernel(tree_build_kernel<1024>, 1024, sizeof(BlockShared), a, division);
   }
 }
 

@@ -3,9 +3,18 @@
 #pragma once
 
 #include "common/block.h"
-#include "kdtree_engine.h"
+#include "kernels/request.h"
 
 namespace kdtree {
+
+// Division by a number that the host knows: by any other it costs more than a read of shared memory.
+struct Divider {
+  uint32_t inverse;
+
+  // i * inverse / 2^31 is i / divisor, rounded down, as long as i * divisor < 2^31.
+  static Divider by(int divisor) { return {divisor > 0 ? (1u << 31) / static_cast<uint32_t>(divisor) + 1 : 0}; }
+  __device__ int operator()(int i) const { return static_cast<int>(static_cast<uint64_t>(i) * inverse >> 31); }
+};
 
 // Row d holds the candidates of depth d + 1. width: entries from row to row.
 struct Lists {
@@ -13,17 +22,10 @@ struct Lists {
   const int32_t* ids;
   int depths;
   int width;
-  uint32_t inverse;  // inverse_of(width)
+  Divider row_of;  // row of entry i, of which there are 31 * 1024 at most
 
   __device__ float at(int d, int r) const { return lp[static_cast<size_t>(d) * width + r]; }
   __device__ int32_t id(int d, int r) const { return ids[static_cast<size_t>(d) * width + r]; }
-  // Row of entry i; a division by a number that is no constant costs more than a read of shared memory.
-  __device__ int row_of(int i) const { return static_cast<int>(static_cast<uint64_t>(i) * inverse >> 31); }
-
-  // i * inverse / 2^31 is i / width, rounded down, as long as i * width < 2^31: entries are 31 * 1024 at most.
-  static constexpr uint32_t inverse_of(int width) {
-    return width > 0 ? (1u << 31) / static_cast<uint32_t>(width) + 1 : 0;
-  }
 };
 
 constexpr unsigned kNoFault = 0xffffffffu;
@@ -32,6 +34,10 @@ constexpr int kNoBit = 1000;  // lowest bit of zeros
 // A fault as one number that orders by depth, then rank, then code.
 __device__ inline unsigned pack_fault(int d, int r, int code) {
   return static_cast<unsigned>(d) << 16 | static_cast<unsigned>(r) << 4 | static_cast<unsigned>(code);
+}
+
+__device__ inline Outcome outcome_of(unsigned fault) {
+  return {static_cast<int>(fault & 15u), static_cast<int>(fault >> 16) + 1, static_cast<int>(fault >> 4 & 0xfffu)};
 }
 
 // What read_lists finds; complete when it returns.

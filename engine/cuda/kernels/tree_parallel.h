@@ -25,9 +25,6 @@ constexpr int kMostTries = 40;              // a bisection of 32 bits ends befor
 constexpr int kRoomy = 6;                   // with so many times the budget, the bound alone mostly does
 constexpr int kMostLevels = 10;             // of the bound: 2^10 nodes are the largest budget
 
-struct alignas(16) Four {
-  uint32_t of[4];
-};
 struct alignas(16) FourFloats {
   float of[4];
 };

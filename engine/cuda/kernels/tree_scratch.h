@@ -13,9 +13,13 @@ constexpr size_t kMostShared = 96 * 1024;  // of a block: every architecture has
 // The kernel exists for a few numbers of threads, each for budgets up to a largest one: the places of its arrays in
 // shared memory are constants.
 __host__ __device__ constexpr int largest_budget(int threads) {
-  return threads == 128 ? 32 : threads == 256 ? 128 : threads == 512 ? 384 : KDTREE_MAX_BUDGET;
+  return threads == 256 ? 128 : threads == 512 ? 384 : KDTREE_MAX_BUDGET;
 }
-constexpr int threads_of(int budget) { return budget <= 32 ? 128 : budget <= 128 ? 256 : budget <= 384 ? 512 : 1024; }
+constexpr int threads_of(int budget) { return budget <= 128 ? 256 : budget <= 384 ? 512 : 1024; }
+
+struct alignas(16) Four {
+  uint32_t of[4];
+};
 
 // Room for expanded nodes: the B best are among them.
 __host__ __device__ constexpr int room_of(int budget) { return budget <= 64 ? 4 * budget + 64 : 2 * budget + 192; }
