@@ -2,35 +2,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <utility>
 
 #include "common/error.h"
+#include "common/per_kernel.h"
 
 namespace kdtree {
 namespace {
 
 constexpr size_t kMessageSize = 512;
 thread_local char message[kMessageSize] = "";
-
-// Bytes of dynamic shared memory that kernels may use, by kernel and device, as far as this library has set them.
-class Allowances {
- public:
-  size_t find(const void* kernel, int device) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = bytes_.find({kernel, device});
-    return found == bytes_.end() ? 0 : found->second;
-  }
-  void set(const void* kernel, int device, size_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    bytes_[{kernel, device}] = bytes;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::pair<const void*, int>, size_t> bytes_;
-};
 
 size_t shared_memory_optin_of(int device) {
   int bytes = 0;
@@ -106,11 +86,12 @@ size_t shared_memory_optin() {
 }
 
 kdtree_status allow_shared_memory(const void* kernel, const char* name, size_t dynamic_bytes, size_t static_bytes) {
-  // Kept because setting it takes about as long as a launch. Threads that both set it set the same.
-  static Allowances allowances;
+  static PerKernel<size_t> allowances;  // bytes of dynamic shared memory, as far as this library has set them
   int device = 0;
+  size_t allowed = 0;
   KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetDevice(&device), "cudaGetDevice"));
-  if (dynamic_bytes <= allowances.find(kernel, device)) return KDTREE_OK;
+  allowances.find(kernel, device, &allowed);
+  if (dynamic_bytes <= allowed) return KDTREE_OK;
   const size_t available = shared_memory_optin_of(device);
   if (available == 0) return KDTREE_CUDA;
   if (dynamic_bytes + static_bytes > available)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/error.h"
+#include "common/per_kernel.h"
 
 namespace kdtree {
 
@@ -20,6 +21,21 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
+#ifndef KDTREE_HOST
+// Whether the kernel's code on the current device is such that it waits.
+inline kdtree_status can_wait(const void* kernel, const char* name, bool* can) {
+  static PerKernel<bool> known;
+  int device = 0;
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetDevice(&device), "cudaGetDevice"));
+  if (known.find(kernel, device, can)) return KDTREE_OK;
+  cudaFuncAttributes attributes;
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaFuncGetAttributes(&attributes, kernel), name));
+  *can = attributes.ptxVersion >= 90;
+  known.set(kernel, device, *can);
+  return KDTREE_OK;
+}
+#endif
+
 // Launches the second kernel. What lies before it in the stream must be the first.
 template <typename... P>
 kdtree_status launch_behind(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
@@ -27,8 +43,8 @@ kdtree_status launch_behind(const char* name, void (*kernel)(P...), dim3 grid, d
 #ifdef KDTREE_HOST
   KDTREE_LAUNCH(kernel, grid, block, shared_bytes, stream, arguments...);
 #else
-  cudaFuncAttributes attributes;
-  KDTREE_RETURN_IF_FAILED(check_cuda(cudaFuncGetAttributes(&attributes, kernel), name));
+  bool waits = false;
+  KDTREE_RETURN_IF_FAILED(can_wait(reinterpret_cast<const void*>(kernel), name, &waits));
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -38,7 +54,7 @@ kdtree_status launch_behind(const char* name, void (*kernel)(P...), dim3 grid, d
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;  // code for older ones does not wait
+  config.numAttrs = waits ? 1 : 0;
   KDTREE_RETURN_IF_FAILED(check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name));
 #endif
   return check_launch(name);
