@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,6 +251,60 @@ def latent_engine(
         prefill_rows=64 * len(lengths),
         cache_block_size=block_rows,
     )
+
+
+WIDE = {
+    "vocab_size": 512,
+    "hidden_size": 7168,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def wide_file(gpu: World) -> Path:
+    """Two layers, one dense and one of four experts, of the widths of the big models: 1.9 GB in float32."""
+    config = target_config(**WIDE)
+    return write_model(gpu.folder / "wide.kdtr", config, random_weights(config))
+
+
+def wide_engine(world: World, dtype: str, file: Path, lengths: Sequence[int], count: int) -> Engine:
+    return world.new_engine(
+        target=file,
+        dtype=dtype,
+        drafter=None,
+        block_size=8,
+        max_requests=len(lengths),
+        max_budget=64,
+        capacity=max(lengths) + count + 64,
+        prefill_rows=16 * len(lengths),
+    )
+
+
+@pytest.mark.slow
+def test_the_widths_of_big_models(gpu, dtype, wide_file):
+    """Products so wide are cut otherwise than small ones."""
+    count, lengths = 24, (3, 40)
+    given = texts(lengths, WIDE["vocab_size"])
+    with wide_engine(gpu, dtype, wide_file, (40,), count) as alone:
+        truth = plain(alone, given, count)
+        assert set(alone.paths.values()) == {"general" if dtype == "float32" else "tensor_cores"}
+    visits = Visits()
+    with wide_engine(gpu, dtype, wide_file, lengths, count) as engine:
+        for budget in (1, 16, 33, 64):
+            hold(engine, given, truth, "ddtree", budget, noise(budget, 8), visits)
+        hold(engine, given, truth, "chain", 0, noise(2, 8, 1))
+    assert visits.places() >= 2
 
 
 def texts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:

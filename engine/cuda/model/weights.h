@@ -59,11 +59,7 @@ class WeightStore {
 
   void upload() {
     buffer_ = DeviceBuffer(total_);
-    for (const Wanted& wanted : wanted_) {
-      unsigned char* const at = buffer_.data() + wanted.offset;
-      wanted.fill(at);
-      *wanted.place = at;
-    }
+    for (const Wanted& wanted : wanted_) wanted.fill(buffer_.data() + wanted.offset);
     wanted_.clear();
   }
   size_t bytes() const { return buffer_.bytes(); }
@@ -71,14 +67,16 @@ class WeightStore {
  private:
   using Fill = std::function<void(unsigned char*)>;
   struct Wanted {
-    const void** place;
     size_t offset;
     Fill fill;
   };
 
   template <typename T>
   void want(const T** place, size_t elements, Fill fill) {
-    wanted_.push_back({reinterpret_cast<const void**>(place), total_, std::move(fill)});
+    wanted_.push_back({total_, [place, fill = std::move(fill)](unsigned char* to) {
+                         fill(to);
+                         *place = reinterpret_cast<const T*>(to);
+                       }});
     total_ = round_up(total_ + elements * sizeof(T), 256);
   }
   // Copies to the device; how many bytes.
