@@ -62,7 +62,25 @@ struct SmallLists {
     if (thread == 0) values[depths * pitch] = nothing;
   }
 
+  // The value at a place in bytes.
+  __device__ double at(int place) const {
+    return *reinterpret_cast<const double*>(reinterpret_cast<const unsigned char*>(values) + place);
+  }
+
   static __device__ double minus_infinity() { return __longlong_as_double(-0x10000000000000ll); }
+};
+
+// Where a list entry stands in SmallLists: its own place and that of the first one of its row, in bytes, in a word.
+struct Place {
+  uint32_t bits;
+
+  __device__ int entry() const { return static_cast<int>(bits & 0xffffu); }
+  __device__ int row() const { return static_cast<int>(bits >> 16); }
+  __device__ int index() const { return entry() / static_cast<int>(sizeof(double)); }
+  __device__ int rank() const { return (entry() - row()) / static_cast<int>(sizeof(double)); }
+  static __device__ Place of(int row, int entry) {
+    return {static_cast<uint32_t>(entry) | static_cast<uint32_t>(row) << 16};
+  }
 };
 
 // The nodes in the order in which they are taken.
@@ -70,27 +88,14 @@ struct SmallTree {
   static constexpr int kNodes = kSmallBudget + 1;  // the root, which is node 0, among them
 
   double scores[kNodes];
-  uint32_t above[kNodes];   // bits of its ancestors
-  uint32_t places[kNodes];  // a Place
-  uint8_t parents[kNodes];
+  uint32_t above[kNodes];  // bits of its ancestors
+  Place places[kNodes];
+  uint8_t parents[kNodes], before[kNodes];  // before: the child of the same parent before it, 0: there is none
   uint8_t first_child[kNodes], next_sibling[kNodes];  // 0: there is none
   int count;                                          // without the root
 };
 
 __device__ inline int first_bit(uint32_t mask) { return __ffs(static_cast<int>(mask)) - 1; }
-
-// Where the next child of a node stands, in a word: its list entry, the first entry of its row, the child before it.
-struct Place {
-  uint32_t bits;
-
-  __device__ int entry() const { return static_cast<int>(bits & 0xfffu); }
-  __device__ int row() const { return static_cast<int>(bits >> 12 & 0xfffu); }
-  __device__ int rank() const { return entry() - row(); }
-  __device__ int last() const { return static_cast<int>(bits >> 24); }
-  static __device__ Place of(int row, int entry, int last) {
-    return {static_cast<uint32_t>(entry) | static_cast<uint32_t>(row) << 12 | static_cast<uint32_t>(last) << 24};
-  }
-};
 
 // Ascends as scores descend; equal for equal scores, but also for some that differ. 0 of either sign is one score. The
 // bits of kLaneMask say nothing.
@@ -107,6 +112,7 @@ struct Offer {
   double beside, below;  // scores of its next sibling and of its first child
   uint32_t key, beside_key, below_key;
   Place place;
+  int last;        // the child before it
   uint32_t above;  // bits of its ancestors
 
   __device__ void look_ahead() {
@@ -131,7 +137,7 @@ struct Rival {
   }
   __device__ int rank_beside(const Rival& other, const SmallTree& tree) const {
     const uint32_t only = above & ~other.above;
-    return only != 0 ? Place{tree.places[first_bit(only)]}.rank() : rank;
+    return only != 0 ? tree.places[first_bit(only)].rank() : rank;
   }
 };
 
@@ -149,48 +155,52 @@ __device__ inline int settle(const Offer& o, uint32_t best, const SmallTree& tre
   return mine.lane;
 }
 
-// Takes up to `budget` nodes, at least 1; returns how many there are. What the next key needs comes first, all else is
-// done while it is on its way.
+// Takes up to `budget` nodes; returns how many there are. What the next key needs comes first, all else is done while
+// it is on its way.
 __device__ inline int take(const SmallLists& lists, int budget, Offer o, SmallTree& tree) {
-  const int lane = lane_id();
+  const int lane = lane_id(), step = static_cast<int>(sizeof(double)), down = lists.pitch * step;
   uint32_t best = __reduce_min_sync(kAllLanes, o.key);
   int number = 1;
-  KDTREE_UNROLL_BY(1)
-  while (number <= budget && best < kNothing) {
-    const int source = static_cast<int>(best & kLaneMask);
-    const uint32_t below_key = __shfl_sync(kAllLanes, o.below_key, source);
-    if (__popc(__ballot_sync(kAllLanes, (o.key ^ best) <= kLaneMask)) > 1) {
-      if (lane == settle(o, best, tree)) o.key -= kWarp;  // now it is the best one by its key too
+  for (;;) {
+    bool tie = false;
+    KDTREE_UNROLL_BY(1)
+    while (number <= budget && best < kNothing) {
+      const int source = static_cast<int>(best & kLaneMask);
+      const uint32_t below_key = __shfl_sync(kAllLanes, o.below_key, source);
+      tie = __popc(__ballot_sync(kAllLanes, (o.key ^ best) <= kLaneMask)) > 1;
+      if (tie) break;
+      // The lane that is taken offers the next sibling, that of the new node its first child.
+      const bool takes = lane == source, begins = lane == number && below_key < kNothing;
+      if (takes) o.key = key_in(lane, o.beside_key);
+      if (begins) o.key = key_in(lane, below_key);
       best = __reduce_min_sync(kAllLanes, o.key);
-      continue;
+      const Place place{__shfl_sync(kAllLanes, o.place.bits, source)};
+      // Read by all lanes: two addresses each, and no branch.
+      const int entry = begins ? place.row() + down : place.entry() + step;
+      const double next = lists.at(entry + step), first = lists.at(begins ? entry + down : place.row() + down);
+      const double below = __shfl_sync(kAllLanes, o.below, source), value = __shfl_sync(kAllLanes, o.first, source);
+      const uint32_t above = __shfl_sync(kAllLanes, o.above, source);
+      if (takes) {
+        tree.scores[number] = o.score;
+        tree.above[number] = o.above;
+        tree.places[number] = o.place;
+        tree.parents[number] = static_cast<uint8_t>(lane);
+        tree.before[number] = static_cast<uint8_t>(o.last);
+      }
+      o.score = begins ? below : takes ? o.beside : o.score;
+      o.value = begins ? value : takes ? o.next : o.value;
+      o.above = begins ? above | 1u << lane : o.above;
+      o.last = begins ? 0 : takes ? number : o.last;
+      o.next = takes || begins ? next : o.next;
+      o.first = takes || begins ? first : o.first;
+      o.place = takes || begins ? Place::of(begins ? entry : place.row(), entry) : o.place;
+      o.look_ahead();
+      ++number;
     }
-    // The lane that is taken offers the next sibling, that of the new node its first child.
-    const bool takes = lane == source, begins = lane == number && below_key < kNothing;
-    if (takes) o.key = key_in(lane, o.beside_key);
-    if (begins) o.key = key_in(lane, below_key);
+    if (!tie) return number - 1;
+    if (lane == settle(o, best, tree)) o.key -= kWarp;  // now it is the best one by its key too
     best = __reduce_min_sync(kAllLanes, o.key);
-    const Place place{__shfl_sync(kAllLanes, o.place.bits, source)};
-    const double below = __shfl_sync(kAllLanes, o.below, source), first = __shfl_sync(kAllLanes, o.first, source);
-    const uint32_t above = __shfl_sync(kAllLanes, o.above, source);
-    const int row = begins ? place.row() + lists.pitch : place.row(), entry = begins ? row : place.entry() + 1;
-    // Read by all lanes: two addresses, and no branch.
-    const double next = lists.values[entry + 1], next_first = lists.values[row + lists.pitch];
-    if (takes) {
-      tree.scores[number] = o.score;
-      tree.above[number] = o.above;
-      tree.places[number] = o.place.bits;
-      tree.parents[number] = static_cast<uint8_t>(lane);
-    }
-    o.score = begins ? below : takes ? o.beside : o.score;
-    o.value = begins ? first : takes ? o.next : o.value;
-    o.above = begins ? above | 1u << lane : o.above;
-    o.next = takes || begins ? next : o.next;
-    o.first = takes || begins ? next_first : o.first;
-    o.place = takes || begins ? Place::of(row, entry, begins ? 0 : number) : o.place;
-    o.look_ahead();
-    ++number;
   }
-  return number - 1;
 }
 
 // Called by one whole warp; all of the tree is there at the next barrier.
@@ -212,8 +222,7 @@ __device__ inline void take_nodes(const SmallLists& lists, int budget, SmallTree
   __syncwarp();
   const int node = lane + 1;
   if (node <= count) {
-    const Place place{tree.places[node]};
-    *(place.rank() == 0 ? &tree.first_child[tree.parents[node]] : &tree.next_sibling[place.last()]) =
+    *(tree.before[node] == 0 ? &tree.first_child[tree.parents[node]] : &tree.next_sibling[tree.before[node]]) =
         static_cast<uint8_t>(node);
   }
   if (lane == 0) tree.count = count;
@@ -250,8 +259,8 @@ __device__ inline void write_small(const Output& out, const SmallLists& lists, c
       row.token = root.token;
       row.position = root.position;
     } else if (i <= count) {
-      const Place place{tree.places[i]};
-      row.token = lists.ids[place.entry()];
+      const Place place = tree.places[i];
+      row.token = lists.ids[place.index()];
       row.parent = tree.parents[i];
       row.depth = __popc(tree.above[i]);
       row.rank = place.rank();
