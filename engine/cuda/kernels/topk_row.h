@@ -15,7 +15,7 @@ constexpr int kStep = kWarp * kOctet;   // ids from a lane's octet to its next
 constexpr int kChunk = kSteps * kStep;  // ids that one warp sums
 constexpr int kNoExponent = -(1 << 30);
 
-// Of one chunk: the sum of exp(logit) in units of 2^exponent, and the order of the greatest logit.
+// Of one chunk: the sum of exp(logit) in units of 2^exponent and FastExp::rest, and the order of the greatest logit.
 struct __align__(16) ChunkSum {
   double sum;
   int exponent;  // kNoExponent: nothing was summed

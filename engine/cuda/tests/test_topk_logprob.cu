@@ -141,12 +141,12 @@ std::vector<float> bell(uint64_t seed, size_t n, float scale = 3, float shift = 
   return values;
 }
 
-__global__ void exp_kernel(const float* x, float* fraction, float* term, int n) {
+__global__ void exp_kernel(const float* x, float* fraction, double* term, int n) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= n) return;
-  fraction[i] = kdtree::exp2_approx(x[i] / 2);
+  fraction[i] = kdtree::exp2_approx(30 * (x[i] - 1));
   const kdtree::FastExp exponential(20.f);
-  term[i] = exponential(20 * x[i]) * static_cast<float>(kdtree::power_of_two(exponential.exponent()));
+  term[i] = exponential(20 * x[i]) * kdtree::power_of_two(exponential.exponent()) * kdtree::FastExp::rest(20);
 }
 
 }  // namespace
@@ -155,12 +155,15 @@ __global__ void exp_kernel(const float* x, float* fraction, float* term, int n) 
 TEST(terms_of_the_fast_sum) {
   const int n = check::tiny() ? 1 << 12 : 1 << 20;
   const std::vector<float> x = check::noise(7, n);
-  const check::Array<float> in(x), fraction(n), term(n);
+  const check::Array<float> in(x), fraction(n);
+  const check::Array<double> term(n);
   KDTREE_LAUNCH(exp_kernel, dim3(n / 256), dim3(256), 0, nullptr, in.get(), fraction.get(), term.get(), n);
-  const std::vector<float> fractions = fraction.read(), terms = term.read();
+  const std::vector<float> fractions = fraction.read();
+  const std::vector<double> terms = term.read();
   for (int i = 0; i < n; ++i) {
-    CHECK_NEAR(fractions[i] / std::exp2(static_cast<double>(x[i] / 2)), 1, 0x1p-22);
-    CHECK_NEAR(terms[i] / std::exp(static_cast<double>(20 * x[i])), 1, 2.6e-7);
+    CHECK_NEAR(fractions[i] / std::exp2(static_cast<double>(30 * (x[i] - 1))), 1, 0x1p-22);
+    const double binades = (20 - 20 * x[i]) / std::log(2.0);
+    CHECK_NEAR(terms[i] / std::exp(static_cast<double>(20 * x[i])), 1, 2.6e-7 + 5.1e-8 * binades);
   }
 }
 
