@@ -16,10 +16,9 @@ namespace kdtree {
 namespace {
 
 constexpr int kScanThreads = 128, kClearThreads = 256;
-constexpr int kMostPrecise = 16;  // blocks of a row that share its precise sum
-constexpr int kManyRows = 128;    // from here on one block a row is enough for a precise sum
-constexpr int kStreamRounds = 2;  // chunks that a warp of the one kernel reads, if there are rows enough
-constexpr int kStreamBlocks = 4;  // of the one kernel on a multiprocessor
+constexpr int kMostPrecise = 16;      // blocks of a row that share its precise sum
+constexpr int kManyRows = 128;        // from here on one block a row is enough for a precise sum
+constexpr int kStreamThreads = 1024;  // of the one kernel on a multiprocessor
 
 using Args = kdtree_topk_logprob_args;
 
@@ -41,8 +40,13 @@ struct Block {
 constexpr int kSmallK = 256;
 using SmallBlock = Block<Selection<256, kSmallK, 2, 4>>;
 using LargeBlock = Block<Selection<512, KDTREE_MAX_BUDGET, 3, 5>>;
-using SmallStreamBlock = Block<Selection<256, kSmallK, 2, 3>>;
-using LargeStreamBlock = Block<Selection<256, KDTREE_MAX_BUDGET, 2, 3>>;
+using SmallStreamBlock = Block<Selection<256, kSmallK, 3, 2>>;
+using LargeStreamBlock = Block<Selection<512, KDTREE_MAX_BUDGET, 3, 2>>;
+
+// Chunks that a warp of the one kernel reads. At its end a block waits for a fence and a counter, which is to be little
+// beside its reading; where two chunks are enough for that, the last blocks are sooner done.
+template <typename T, typename Shared>
+constexpr int kStreamRounds = sizeof(T) == 4 && Shared::kThreads == SmallStreamBlock::kThreads ? 2 : 5;
 
 __device__ int own_depth_limit(const Args& a, int request) {
   return a.depth_limits != nullptr ? a.depth_limits[request] : a.depth_limit;
@@ -97,13 +101,16 @@ __device__ Outcome find_fault(const Args& a, int request, int limit, const RowPl
   return {x != x ? KDTREE_REQUEST_NAN : KDTREE_REQUEST_INFINITE, depth + 1, static_cast<int>(id)};
 }
 
-// Whether this block is the last of the row's `blocks` to be here, with what the others wrote visible.
+// Whether this block is the last of the row's `blocks` to be here, with what the others wrote visible. One thread's
+// fences are enough for all: what they wrote came before a barrier, what they read comes behind one.
 __device__ bool last_to_arrive(unsigned* arrived, unsigned blocks, bool* last) {
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) *last = atomicAdd(arrived, 1u) == blocks - 1;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    *last = atomicAdd(arrived, 1u) == blocks - 1;
+    __threadfence();
+  }
   __syncthreads();
-  __threadfence();
   return *last;
 }
 
@@ -206,7 +213,7 @@ __global__ void __launch_bounds__(kClearThreads) clear_kernel(unsigned* counters
 
 // Both in one, for many rows. Behind the clear_kernel of scratch.arrived and finished.
 template <typename T, typename Shared>
-__global__ void __launch_bounds__(Shared::kThreads, kStreamBlocks)
+__global__ void __launch_bounds__(Shared::kThreads, kStreamThreads / Shared::kThreads)
     stream_kernel(Args a, RowPlan plan, RowScratch scratch) {
   KDTREE_DYNAMIC_SHARED(memory);
   Shared& s = *reinterpret_cast<Shared*>(memory);
@@ -329,7 +336,7 @@ kdtree_status launch_one(const Args& a, const RowPlan& plan, const RowScratch& s
   KDTREE_LAUNCH(clear_kernel, dim3(static_cast<unsigned>(ceil_div(counters, kClearThreads))), dim3(kClearThreads), 0,
                 stream, scratch.arrived, counters);
   KDTREE_RETURN_IF_FAILED(check_launch("clear_kernel"));
-  const int64_t blocks = ceil_div(plan.chunks, kStreamRounds * Shared::kThreads / kWarp);
+  const int64_t blocks = ceil_div(plan.chunks, kStreamRounds<T, Shared> * Shared::kThreads / kWarp);
   return launch_behind(
       "stream_kernel", stream_kernel<T, Shared>,
       dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.depth_limit), static_cast<unsigned>(a.requests)),

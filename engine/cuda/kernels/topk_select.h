@@ -54,7 +54,7 @@ template <int kThreads, int kHeld>
 class Maxima {
  public:
   static constexpr int kAtOnce = 16 / sizeof(uint16_t);
-  static_assert(kHeld * kAtOnce <= 32, "a bit for each that is held");
+  static_assert(kHeld * kAtOnce <= 64, "a bit for each that is held");
 
   __device__ void load(const uint16_t* maxima, int64_t groups) {
     maxima_ = maxima;
@@ -149,13 +149,15 @@ class Selector {
     find_hits(maxima, bound);
     __syncthreads();
     const unsigned hits = s_.hit_count;
-    const KeyBins bins(lowest(bound), ranking_.key(top, 0));
-    if (hits <= Shared::kHits) gather(group_bits, hits, value_from(bound << 16), bins);
+    if (hits <= Shared::kHits) gather(group_bits, hits, value_from(bound << 16));
     __syncthreads();
     const unsigned found = s_.count;
     if (hits > Shared::kHits || found > Shared::kKept) {
       stream(lowest(bound));
     } else {
+      const KeyBins bins(lowest(bound), ranking_.key(top, 0));
+      make_keys(found, bins);
+      __syncthreads();
       if (spread(found, bins, emit_key)) return;
       sort(found);
     }
@@ -254,13 +256,15 @@ class Selector {
       for (int i = 0; i < Groups::kAtOnce; ++i) reached |= half[i] >= bound ? 1u << i : 0u;
       return reached;
     };
-    const auto keep_hits = [&](unsigned reached, auto number_of) {
-      unsigned slot = claim(&s_.hit_count, static_cast<unsigned>(__popc(reached)));
+    const auto keep_hits = [&](unsigned long long reached, auto number_of) {
+      unsigned slot = claim(&s_.hit_count, static_cast<unsigned>(__popcll(reached)));
       for (; reached != 0 && slot < Shared::kHits; reached &= reached - 1, ++slot)
-        s_.hits[slot] = number_of(static_cast<unsigned>(__ffs(static_cast<int>(reached)) - 1));
+        s_.hits[slot] = number_of(static_cast<unsigned>(__ffsll(static_cast<long long>(reached)) - 1));
     };
-    unsigned reached = 0;
-    maxima.for_held([&](int64_t, const auto& half, int i) { reached |= reaching(half) << (i * Groups::kAtOnce); });
+    unsigned long long reached = 0;
+    maxima.for_held([&](int64_t, const auto& half, int i) {
+      reached |= static_cast<unsigned long long>(reaching(half)) << (i * Groups::kAtOnce);
+    });
     keep_hits(reached, [](unsigned bit) {
       return (bit / Groups::kAtOnce * Shared::kThreads + threadIdx.x) * Groups::kAtOnce + bit % Groups::kAtOnce;
     });
@@ -291,17 +295,25 @@ class Selector {
                        : size_;
   }
 
-  // The keys of the logits from `least` on of the groups in s_.hits, in s_.keys; s_.count of them, also if there is no
-  // room for all. They are counted in their bins.
-  __device__ void gather(int group_bits, unsigned hits, float least, const KeyBins& bins) {
-    const auto keep = [&](unsigned slot, unsigned id) {
-      const unsigned long long key = key_of(id);
-      if (slot >= Shared::kKept) return;
-      s_.keys[slot] = key;
-      atomicAdd(&s_.bins[bins(key)], 1u);
+  // x[i], which stays in registers: memory would be far while other blocks stream through the caches.
+  __device__ static float element(const float (&x)[kOctet], unsigned i) {
+    float half[4], quarter[2];
+    KDTREE_UNROLL
+    for (int j = 0; j < 4; ++j) half[j] = i & 4 ? x[j + 4] : x[j];
+    KDTREE_UNROLL
+    for (int j = 0; j < 2; ++j) quarter[j] = i & 2 ? half[j + 2] : half[j];
+    return i & 1 ? quarter[1] : quarter[0];
+  }
+
+  // The logits from `least` on of the groups in s_.hits, as s_.keys of bits and id; s_.count of them, also if there is
+  // no room for all.
+  __device__ void gather(int group_bits, unsigned hits, float least) {
+    const auto keep = [&](unsigned slot, float x, unsigned id) {
+      if (slot < Shared::kKept) s_.keys[slot] = static_cast<unsigned long long>(__float_as_uint(x)) << 32 | id;
     };
     if (group_bits == 0) {
-      for (unsigned i = threadIdx.x; i < hits; i += Shared::kThreads) keep(i, s_.hits[i]);
+      for (unsigned i = threadIdx.x; i < hits; i += Shared::kThreads)
+        keep(i, widen(__ldg(row_ + s_.hits[i])), s_.hits[i]);
       if (threadIdx.x == 0) s_.count = hits;
       return;
     }
@@ -310,25 +322,35 @@ class Selector {
     for (unsigned base = threadIdx.x; base - threadIdx.x < all; base += Shared::kThreads * Shared::kGathered) {
       unsigned long long reached = 0;  // bit 8 g + i: logit i of the thread's octet g
       float x[Shared::kGathered][kOctet];
-      unsigned first[Shared::kGathered];
+      const auto first = [&](int g) { return octet_of_hits(base + g * Shared::kThreads, all, group_bits); };
       KDTREE_UNROLL
-      for (int g = 0; g < Shared::kGathered; ++g) {
-        first[g] = octet_of_hits(base + g * Shared::kThreads, all, group_bits);
-        load_octet(row_, first[g], size_, x[g]);
-      }
+      for (int g = 0; g < Shared::kGathered; ++g) load_octet(row_, first(g), size_, x[g]);
       KDTREE_UNROLL
       for (int g = 0; g < Shared::kGathered; ++g)
-        reached |= static_cast<unsigned long long>(reaching(x[g], first[g], least)) << (8 * g);
+        reached |= static_cast<unsigned long long>(reaching(x[g], first(g), least)) << (8 * g);
       unsigned slot = claim(&s_.count, static_cast<unsigned>(__popcll(reached)));
-      // Few of the many: read again, from the nearest cache.
-      KDTREE_UNROLL_BY(1)
-      for (; reached != 0; reached &= reached - 1, ++slot) {
-        const unsigned bit = static_cast<unsigned>(__ffsll(static_cast<long long>(reached)) - 1);
-        keep(slot, octet_of_hits(base + bit / 8 * Shared::kThreads, all, group_bits) + bit % 8);
+      KDTREE_UNROLL
+      for (int g = 0; g < Shared::kGathered; ++g) {
+        KDTREE_UNROLL_BY(1)
+        for (unsigned some = static_cast<unsigned>(reached >> (8 * g)) & 0xffu; some != 0; some &= some - 1, ++slot) {
+          const unsigned i = static_cast<unsigned>(__ffs(static_cast<int>(some)) - 1);
+          keep(slot, element(x[g], i), first(g) + i);
+        }
       }
     }
   }
   static_assert(8 * Shared::kGathered <= 64 && kOctet == 8);
+
+  // Makes s_.keys [n] of what was gathered, and counts them in their bins.
+  __device__ void make_keys(unsigned n, const KeyBins& bins) {
+    for (unsigned i = threadIdx.x; i < n; i += Shared::kThreads) {
+      const unsigned long long found = s_.keys[i];
+      const unsigned order = order_of(__uint_as_float(static_cast<unsigned>(found >> 32)));
+      const unsigned long long key = ranking_.key(order, static_cast<unsigned>(found));
+      s_.keys[i] = key;
+      atomicAdd(&s_.bins[bins(key)], 1u);
+    }
+  }
 
   // Emits the k greatest of s_.keys [n], counted in their bins: the bins are in order, so that each key only has to be
   // compared inside its own. False, and nothing emitted, if a bin is too full for that.
