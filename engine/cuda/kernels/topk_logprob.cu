@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 
   const int depth = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y);
   const int part = static_cast<int>(blockIdx.z);
   const int64_t first_row = static_cast<int64_t>(request) * a.depth_limit, row = first_row + depth;
+  let_next_start();
   s.selection.clear();
   if (threadIdx.x == 0) s.fault = ~0ull;
   wait_for_previous();
@@ -217,6 +218,7 @@ __global__ void __launch_bounds__(Shared::kThreads, kStreamThreads / Shared::kTh
     stream_kernel(Args a, RowPlan plan, RowScratch scratch) {
   KDTREE_DYNAMIC_SHARED(memory);
   Shared& s = *reinterpret_cast<Shared*>(memory);
+  let_next_start();
   const int part = static_cast<int>(blockIdx.x), depth = static_cast<int>(blockIdx.y);
   const int request = static_cast<int>(blockIdx.z);
   const int64_t row = static_cast<int64_t>(request) * a.depth_limit + depth;
