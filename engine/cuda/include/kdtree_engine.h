@@ -68,7 +68,8 @@ typedef enum kdtree_dtype { KDTREE_F32 = 0, KDTREE_BF16 = 1 } kdtree_dtype;
 typedef enum kdtree_route {
   KDTREE_ROUTE_NONE = 0,     /* root alone: nothing to build, or refused */
   KDTREE_ROUTE_PARALLEL = 1, /* threshold, expand, sort */
-  KDTREE_ROUTE_SERIAL = 2    /* one warp with a pending list: lp above 0, costs beyond 32 bits, one huge tie */
+  KDTREE_ROUTE_SERIAL = 2    /* one warp, node by node: calls of budgets up to 32; lp above 0, costs beyond 32 bits, one
+                                huge tie */
 } kdtree_route;
 
 /* Why the last call of this thread failed, with the numbers; "" after one that did not. Valid until the next call. */
