@@ -1,13 +1,9 @@
 // MLA attention in the absorbed form over the latent cache, bf16. attention.h says what, mla_bf16_plan.h how a pass is
-// cut, mla_bf16_tile.h how a tile is computed.
+// cut, mla_bf16_block.h and mla_bf16_tile.h what a block does. mla_attention_bf16.md: what bounds it, what was tried.
 //
 // A block takes 64 head rows - 64 heads of one node or, with fewer heads, all heads of several - or, where that would
 // leave multiprocessors idle, 16. It takes one chunk of keys (few rows) or one span (many), and joins the chunks of a
 // span just as the joining kernel would. Neither changes a bit.
-//
-// Measured on one H200 in a first version (bench/bench_attention.cu), 64 heads: 33 rows over 32k keys 893 us, 169
-// TFLOP/s, half of what is wanted; 1 row over 1k, 8k, 32k, 128k keys 27, 48, 94, 132 us. How a pass is cut and how a
-// tile is computed have changed since, without a measurement.
 //
 // Tiles that lie wholly in the prefix serve all rows of a block. From there on each node has tiles of its own, the end
 // of the prefix and its path, where plain decoding would have found these keys; only its rows enter their products.
@@ -15,8 +11,7 @@
 #include <algorithm>
 
 #include "kernels/attention.h"
-#include "kernels/mla_bf16_plan.h"
-#include "kernels/mla_bf16_tile.h"
+#include "kernels/mla_bf16_block.h"
 
 namespace kdtree {
 namespace mla_bf16 {
@@ -24,258 +19,270 @@ namespace {
 
 constexpr size_t kMostWorkspace = size_t{384} << 20;
 
-struct Shared {
-  float factors[2][kMostRows];
-  RowState chunk[kMostRows];  // of the chunk
-  RowState part[kMostRows];   // of the chunks before it in the part
-  int64_t offsets[kKeys];     // of the keys of the tile that is copied next: looked up a turn before
-  Work work;
-};
-
-template <class Shape>
-constexpr size_t shared_bytes() {
-  return static_cast<size_t>(Shape::kStages) * kTileBytes + Shape::kMeetings * Shape::kMeetingBytes + sizeof(Shared);
-}
-static_assert(shared_bytes<Shape<64, false>>() <= 101376 && shared_bytes<Shape<16, false>>() <= 101376);
-static_assert(shared_bytes<Shape<64, true>>() <= 232448 && shared_bytes<Shape<16, true>>() <= 232448);
-
-// The warp's share of the queries; zeros for rows that are none.
-template <class Shape>
-__device__ void load_query(const MlaAttentionBf16Args& a, const Work& work, typename Shape::Query& query) {
-  const auto [warp, lane] = Thread::again();
-  KDTREE_UNROLL
-  for (int m = 0; m < Shape::kScoreTiles; ++m) {
-    KDTREE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int local = row_of(lane, m, half) + (Shape::kScoreTiles == 2 ? warp / kQuarters * 32 : 0);
-      const int64_t row = static_cast<int64_t>(work.request) * a.rows.width + (work.first_row + local) / a.heads;
-      const int head = (work.first_row + local) % a.heads;
-      const bool used = work.count_of(local) > 0;
-      const uint16_t* const latent = a.q_latent + row * a.q_latent_stride + head * a.q_latent_head;
-      const uint16_t* const rope = a.q_rope + row * a.q_rope_stride + head * a.q_rope_head;
-      KDTREE_UNROLL
-      for (int k = 0; k < kSteps; ++k) {
-        const int first = (warp % kQuarters * kSteps + k) * 16;
-        const uint16_t* const from = (first < kLatent ? latent : rope - kLatent) + first + lane % 4 * 2;
-        KDTREE_UNROLL
-        for (int right = 0; right < 2; ++right)
-          query[m][k][half + 2 * right] = used ? *reinterpret_cast<const uint32_t*>(from + right * 8) : 0u;
-      }
-    }
-  }
-}
-
-// Weights of a turn's tile, from its score sums. Returns whether older sums must be rescaled.
-template <class Shape>
-__device__ bool weigh(const MlaAttentionBf16Args& a, int turn, Meeting<Shape> meeting, float (&scores)[8],
-                      Shared* shared) {
-  if (Thread::again().warp >= Shape::kGroups) return false;
-  add_quarters(meeting, scores);
-  const Work& work = shared->work;
-  const Thread me = Thread::again();
-  const int own = me.own_row(), node = work.node(turn), first_key = work.tile(turn) * kKeys + me.lane % 4 * 2;
-  const int seen = node < 0 || node == work.node_of(own) ? work.count_of(own) - first_key : 0;
-  const float scale = a.scale * 1.4426950408889634f;
-  KDTREE_UNROLL
-  for (int i = 0; i < 8; ++i) scores[i] = key_of(i) < seen ? scores[i] * scale : -INFINITY;
-  RowState state = shared->chunk[own];
-  const float factor = state(scores);
-  leave_weights(meeting, scores);
-  if (me.lane % 4 == 0) {
-    shared->chunk[own] = state;
-    shared->factors[0][own] = factor;
-  }
-  return factor != 1.0f;
-}
-
-// Joins the chunk that ends with what the block has of its part, in the workspace, and begins the next. After a
-// barrier.
-template <class Shape>
-__device__ void close_chunk(const MlaAttentionBf16Args& a, const Plan& plan, int part, int chunk, Shared* shared,
-                            typename Shape::Sums& sums) {
-  const Partials partials(a.workspace, plan);
-  const int64_t first_partial = static_cast<int64_t>(blockIdx.x) * plan.rows * plan.parts + part;
-  const int begin = chunk_begin(chunk);
-  const bool first = begin == shared->work.part_begin;
-  const Thread me = Thread::again();
-  const auto [warp, lane] = me;
-  if (const int own = me.own_row(); warp < Shape::kGroups && lane % 4 == 0) {
-    if (begin < shared->work.count_of(own)) {
-      const RowState old = first ? RowState() : shared->part[own], now = shared->chunk[own];
-      const Join join(old.peak, now.peak);
-      const RowState joined{join.peak, join(old.total, now.total)};
-      shared->part[own] = joined;
-      shared->factors[0][own] = join.first;
-      shared->factors[1][own] = join.second;
-      const int64_t at = first_partial + static_cast<int64_t>(own) * plan.parts;
-      partials.peaks[at] = joined.peak;
-      partials.totals[at] = joined.total;
-    }
-    shared->chunk[own] = RowState();
-  }
-  __syncthreads();
-  KDTREE_UNROLL
-  for (int m = 0; m < Shape::kGroups / 2; ++m) {
-    if (begin < shared->work.count_of(m * 16)) {
-      KDTREE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const int row = row_of(lane, m, half);
-        const float old_factor = shared->factors[0][row], new_factor = shared->factors[1][row];
-        float2* const at = reinterpret_cast<float2*>(
-            partials.values + (first_partial + static_cast<int64_t>(row) * plan.parts) * kLatent + warp * kColumns +
-            lane % 4 * 2);
-        float2 old[kColumns / 8];
-        KDTREE_UNROLL
-        for (int n = 0; n < kColumns / 8; ++n) old[n] = first ? make_float2(0, 0) : at[n * 4];
-        KDTREE_UNROLL
-        for (int n = 0; n < kColumns / 8; ++n)
-          at[n * 4] = make_float2(fmaf(old[n].x, old_factor, sums[m][n][2 * half] * new_factor),
-                                  fmaf(old[n].y, old_factor, sums[m][n][2 * half + 1] * new_factor));
-      }
-    }
-    KDTREE_UNROLL
-    for (int n = 0; n < kColumns / 8; ++n) {
-      KDTREE_UNROLL
-      for (int i = 0; i < 4; ++i) sums[m][n][i] = 0;
-    }
-  }
-}
-
 // Grid: groups of the slice, parts, the last first.
 template <int kRows, bool kAhead>
 __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16Args a, Plan plan) {
+  if (kAhead && !kLargeShared) return;
   using Shape = Shape<kRows, kAhead>;
   constexpr int kStages = Shape::kStages;
   KDTREE_DYNAMIC_SHARED(tiles);
   unsigned char* const meetings = tiles + kStages * kTileBytes;
-  Shared& shared = *reinterpret_cast<Shared*>(meetings + Shape::kMeetings * Shape::kMeetingBytes);
+  constexpr int kMeetingsBytes = Shape::kTurns * (Shape::kMeetingBytes + Shape::kWeightBytes);
+  Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(meetings + kMeetingsBytes);
   const Work& work = shared.work;
   const int part = plan.parts - 1 - static_cast<int>(blockIdx.y);  // chunks grow with the position: the longest first
   if (threadIdx.x == 0) shared.work = Work(a, plan, plan.first + static_cast<int>(blockIdx.x), part);
   __syncthreads();
   if (work.turns == 0) return;
 
-  const char* const layer = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride;
-  const auto tile = [=](int turn) { return tiles + turn % kStages * kTileBytes; };
-  const auto meeting = [=](int turn) {
-    return Meeting<Shape>{meetings + turn % Shape::kMeetings * Shape::kMeetingBytes};
+  const char* const base = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride +
+                           (a.cache.block_size == 0 ? work.request * a.cache.request_stride : 0);
+  const auto tile = [=](unsigned turn) { return tiles + turn % kStages * kTileBytes; };
+  const auto meeting = [=](unsigned turn) {
+    const unsigned slot = turn % Shape::kTurns;
+    unsigned char* const sums = meetings + slot * Shape::kMeetingBytes;
+    return Meeting<Shape>{sums,
+                          kAhead ? meetings + Shape::kTurns * Shape::kMeetingBytes + slot * Shape::kWeightBytes : sums};
   };
-  int64_t offsets[kStages];
-  KDTREE_UNROLL
-  for (int turn = 0; turn < kStages; ++turn) offsets[turn] = work.key_offset(a, turn, copied_key());
-  KDTREE_UNROLL
-  for (int turn = 0; turn < kStages - 1; ++turn) copy_tile(layer, offsets[turn], tile(turn));
-  const auto copy_later = [&](int64_t offset) {
-    if (Thread::again().lane % 8 == 0) shared.offsets[copied_key()] = offset;
+  const auto copy = [&](int turn) {  // zeros behind the last turn
+    const int key = copied_key<Shape>();
+    if (key >= 0) {
+      KDTREE_UNROLL
+      for (int i = 0; i < kKeys; i += kKeys / Shape::kCopies)
+        copy_row(base, a.cache.row_stride, shared.row(turn, key + i), tile(turn), key + i);
+    }
+    commit_copies();
   };
-  copy_later(offsets[kStages - 1]);
 
-  typename Shape::Query query;
-  load_query<Shape>(a, work, query);
-  typename Shape::Sums sums = {};
-  if (threadIdx.x < kRows) shared.chunk[threadIdx.x] = RowState();
-  float scores[8];
-  if (kAhead) wait_copies<kStages - 2>();
+  // The queries come by way of the tiles that are needed last.
+  constexpr int kQueryTiles = (kRows + kKeys - 1) / kKeys, kFirstTiles = kAhead ? kStages - kQueryTiles : 0;
+  unsigned char* const query_tiles = tiles + (kStages - kQueryTiles) * kTileBytes;
+  copy_query<Shape>(a, work, query_tiles);
+  look_up(a, 0, &shared);
+  if (Shape::kLookedUp == 1) look_up(a, 1, &shared);
+  if (threadIdx.x < kRows) {
+    KDTREE_UNROLL
+    for (int i = 0; i < Shape::kTurns; ++i) shared.chunks[i][threadIdx.x] = RowState();
+  }
   __syncthreads();
-  if (kAhead && !work.empty(0)) multiply_keys(query, tile(0), meeting(0), scores);
-  for (int turn = 0; turn < work.turns; ++turn) {
-    // Looked up while others are still at the turn before.
-    const bool empty = work.empty(turn), follows = kAhead && turn + 1 < work.turns && !work.empty(turn + 1);
-    const int64_t offset = shared.offsets[copied_key()];
-    wait_copies<kStages - 2 - kAhead>();
-    __syncthreads();  // the tile is there, kAhead: the next; and nobody looks at the one before
-    copy_tile(layer, offset, tile(turn + kStages - 1));
-    bool moved = false;
-    if (kAhead) {
-      KDTREE_UNROLL_BY(1)
-      for (int i = 0; i < 2; ++i) {
-        if (i == Thread::again().warp / kQuarters) {
-          if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared);
-          copy_later(work.key_offset(a, turn + kStages, copied_key()));
-        } else if (follows) {
-          multiply_keys(query, tile(turn + 1), meeting(turn + 1), scores);
-        }
-      }
-    } else {
-      if (!empty) multiply_keys(query, tile(turn), meeting(turn), scores);
-      __syncthreads();
-      copy_later(work.key_offset(a, turn + kStages, copied_key()));
-      if (!empty) moved = weigh(a, turn, meeting(turn), scores, &shared);
-    }
-    moved = __syncthreads_or(moved);
-    if (!empty) {
-      if (moved) multiply_rows(shared.factors[0], sums);
-      const int node = work.node(turn);
-      if (kRows == 16 || node < 0 || work.node_bits == 0)
-        multiply_values<true>(tile(turn), meeting(turn), work, node, sums);
-      else
-        multiply_values<false>(tile(turn), meeting(turn), work, node, sums);
-    }
+  for (int turn = 0; turn < kFirstTiles; ++turn) copy(turn);
+  wait_copies<kFirstTiles>();
+  __syncthreads();
+  typename Shape::Query query;
+  load_query<Shape>(query_tiles, query);
+  __syncthreads();
+  for (int turn = kFirstTiles; turn < (kAhead ? kStages : 1); ++turn) copy(turn);
+  typename Shape::Sums sums = {};
 
-    const int chunk = work.chunk(turn);
-    if (turn + 1 == work.turns || work.chunk(turn + 1) != chunk) {
-      __syncthreads();  // all have read the factors
-      close_chunk<Shape>(a, plan, part, chunk, &shared, sums);
+  const auto add_values = [&](int number, int flags, bool moved) {
+    if ((flags & Turn::kEmpty) != 0) return;
+    if (moved) multiply_rows(shared.factors[static_cast<unsigned>(number) % Shape::kTurns], sums);
+    if ((flags & Turn::kAll) != 0)
+      multiply_values<true>(tile(number), meeting(number), work, 0, sums);
+    else
+      multiply_values<false>(tile(number), meeting(number), work, shared.turn(number).node, sums);
+  };
+
+  if constexpr (kAhead) {
+    bool moved = false;
+    // Flags of the last turn, of this one and of the next.
+    constexpr int kNow = Turn::kFlagBits, kNext = 2 * kNow;
+    int turn = -1, flags = Turn::kEmpty | Turn::kEmpty << kNow | shared.turn(0).flags << kNext;
+    do {
+      bool closes = false;
+      do {
+        // The tiles of the first turns were all asked for at once.
+        if (turn >= 2)
+          wait_copies<kStages - 4>();
+        else if (turn == 1)
+          wait_copies<kStages - 3>();
+        else if (turn == 0)
+          wait_copies<kStages - 2>();
+        else
+          wait_copies<kStages - 1>();
+        // The next turn's tile is there, and what this turn's predecessor left; what that looked at is free.
+        const bool any_moved = __syncthreads_or(moved);
+        moved = false;
+        KDTREE_UNROLL_BY(1)
+        for (int first = 1; first >= 0; --first) {
+          // Two warps that share tensor cores do the two in opposite orders: one multiplies values while the other weighs.
+          if ((Thread::again().warp < kQuarters) == (first != 0)) {
+            if (turn >= 2) copy(turn + kStages - 2);
+            add_values(turn - 1, flags, any_moved);
+            continue;
+          }
+          float own[8];
+          const bool weighs = Thread::again().warp < Shape::kGroups;
+          if ((flags & (Turn::kWhole << kNow | Turn::kEmpty << kNext)) == Turn::kWhole << kNow && weighs) {
+            auto weighing = begin_weighing<true>(a, turn, flags >> kNow, meeting(turn), shared);
+            multiply_keys(query, tile(turn + 1), meeting(turn + 1), own, [&](int i) {
+              constexpr int kAtOnce = static_cast<int>(ceil_div(weighing.kCount, kScoreSteps<Shape>));
+              KDTREE_UNROLL
+              for (int j = i * kAtOnce; j < (i + 1) * kAtOnce; ++j)
+                if (j < weighing.kCount) weighing.step(j);
+            });
+            moved = end_weighing(weighing, turn, flags >> kNow, &shared);
+          } else {
+            if ((flags & Turn::kEmpty << kNext) == 0)
+              multiply_keys(query, tile(turn + 1), meeting(turn + 1), own, [](int) {});
+            if ((flags & Turn::kEmpty << kNow) == 0 && weighs) {
+              auto weighing = begin_weighing<false>(a, turn, flags >> kNow, meeting(turn), shared);
+              weighing.all();
+              moved = end_weighing(weighing, turn, flags >> kNow, &shared);
+            }
+          }
+        }
+        if ((turn + kStages) % Shape::kLookedUp == 0) look_up(a, turn + kStages, &shared);
+        closes = (flags & Turn::kCloses) != 0;
+        flags = flags >> Turn::kFlagBits | shared.turn(turn + 2).flags << kNext;
+        ++turn;
+      } while (!closes);
+      close_chunk<Shape>(a, plan, part, shared.turn(turn - 2), &shared, sums);
+    } while (turn <= work.turns);
+  } else {
+    for (int turn = 0; turn < work.turns; ++turn) {
+      wait_copies<kStages - 2>();
+      __syncthreads();  // the tile is there, and nobody looks at the one before
+      copy(turn + 1);
+      look_up(a, turn + 2, &shared);
+      // Flags are read again rather than kept.
+      const auto empty = [&] { return (shared.turn(turn).flags & Turn::kEmpty) != 0; };
+      float own[8];
+      if (!empty()) multiply_keys(query, tile(turn), meeting(turn), own, [](int) {});
+      __syncthreads();
+      bool moved = false;
+      if (!empty() && Thread::again().warp < Shape::kGroups) {
+        auto weighing = begin_weighing<false>(a, turn, 0, meeting(turn), shared);
+        if (Shape::kOthers > 0) {
+          KDTREE_UNROLL
+          for (int i = 0; i < 8; ++i) weighing.scores[i] = own[i];
+        }
+        weighing.all();
+        moved = end_weighing(weighing, turn, 0, &shared);
+      }
+      moved = __syncthreads_or(moved);
+      add_values(turn, shared.turn(turn).flags, moved);
+      if ((shared.turn(turn).flags & Turn::kCloses) != 0) {
+        __syncthreads();  // all have read the factors
+        close_chunk<Shape>(a, plan, part, shared.turn(turn), &shared, sums);
+      }
     }
   }
 }
 
-constexpr int kJoinThreads = kLatent / 4;
+constexpr int kJoinWarps = 2;     // of a block: one for each row's factors; of the eight that have the columns of a row
 constexpr int kJoinedAtOnce = 8;  // parts that are on their way from memory together
 
-struct JoinedSum {
-  float peak, total;
-  float4 values;
+// How the next 32 parts of two rows are joined: a span's sum so far by `spans[i].x` and part i by `spans[i].y` make the
+// span's sum; where the span ends, all sums before by `alls[i].x` and the span's by `alls[i].y` make all.
+struct JoinFactors {
+  float2 spans[kWarp][2], alls[kWarp][2];
+  float totals[kWarp][2];
+};
+static_assert(chunk_begin(kWarp) % kSpan == 0, "32 parts are whole spans");
 
-  __device__ void add(const JoinedSum& next) {
-    const Join join(peak, next.peak);
-    peak = join.peak;
-    total = join(total, next.total);
-    values = make_float4(join(values.x, next.values.x), join(values.y, next.values.y), join(values.z, next.values.z),
-                         join(values.w, next.values.w));
+// For row `row` of two, by a warp, a part a lane. starts: bits of the parts that begin a span. state: peak and total.
+// before: the peak of all parts before; returns that of all. Peaks do not depend on the order in which they are
+// compared, so all are found at once.
+__device__ float find_factors(unsigned starts, float2 state, int row, float before, JoinFactors* factors) {
+  const int lane = lane_id(), start = 31 - __clz(static_cast<int>(starts & (2u << lane) - 1u));
+  const auto scan = [=](float peak, int first) {
+    for (int step = 1; step < kWarp; step *= 2) {
+      const float below = __shfl_up_sync(kAllLanes, peak, static_cast<unsigned>(step));
+      if (lane - step >= first) peak = fmaxf(peak, below);
+    }
+    return peak;
+  };
+  const float span = scan(state.x, start), all = fmaxf(scan(state.x, 0), before);
+  float span_before = __shfl_up_sync(kAllLanes, span, 1u), all_before = __shfl_up_sync(kAllLanes, all, 1u);
+  if (lane == start) span_before = -INFINITY;
+  if (lane == 0) all_before = before;
+  all_before = __shfl_sync(kAllLanes, all_before, start);
+  factors->spans[lane][row] = make_float2(rescale(span_before, span), rescale(state.x, span));
+  factors->alls[lane][row] = make_float2(rescale(all_before, all), rescale(span, all));
+  factors->totals[lane][row] = state.y;
+  return __shfl_sync(kAllLanes, all, kWarp - 1);
+}
+
+__device__ inline float joined(float2 factors, float before, float next) {
+  return fmaf(before, factors.x, next * factors.y);
+}
+
+// Two rows: a total and two columns of each.
+struct JoinedSum {
+  float totals[2];
+  float values[4];
+
+  __device__ void add(const float2 (&factors)[2], const float (&next_totals)[2], const float (&next)[4]) {
+    KDTREE_UNROLL
+    for (int row = 0; row < 2; ++row) totals[row] = joined(factors[row], totals[row], next_totals[row]);
+    KDTREE_UNROLL
+    for (int i = 0; i < 4; ++i) values[i] = joined(factors[i / 2], values[i], next[i]);
   }
 };
 
-// Grid: head rows of the slice. Joins the parts of a head row: those of a span, then the spans, in their order.
-__global__ void __launch_bounds__(kJoinThreads) mla_bf16_join_kernel(MlaAttentionBf16Args a, Plan plan) {
-  const int local = static_cast<int>(blockIdx.x), group = plan.first + local / plan.rows;
-  const int request = group / plan.groups, row = group % plan.groups * plan.rows + local % plan.rows;
-  const int node = row / a.heads, head = row % a.heads;
+// Grid: pairs of head rows of the slice, 8 apart, and shares of the columns. Joins the parts of two head rows: those of
+// a span, then the spans, in their order.
+__global__ void __launch_bounds__(kJoinWarps* kWarp) mla_bf16_join_kernel(MlaAttentionBf16Args a, Plan plan) {
+  __shared__ JoinFactors factors;
+  const int pairs = plan.rows / 2, local = static_cast<int>(blockIdx.x) / pairs;
+  const int pair = static_cast<int>(blockIdx.x) % pairs, group = plan.first + local;
+  const int request = group / plan.groups, first_row = pair / 8 * 16 + pair % 8;
+  const int row = group % plan.groups * plan.rows + first_row, node = row / a.heads, head = row % a.heads;
   if (node >= a.rows.width) return;
   const Partials partials(a.workspace, plan);
+  const int lane = lane_id(), own = warp_id(), warp = static_cast<int>(blockIdx.y) * kJoinWarps + own;
+  const int parts = plan.parts_of(keys_of(a, request, node)), part_values = plan.rows * (kLatent / 4);
   const int64_t first = static_cast<int64_t>(local) * plan.parts;
-  const int parts = plan.parts_of(keys_of(a, request, node));
-  JoinedSum all{-INFINITY, 0, make_float4(0, 0, 0, 0)}, span = all;
-  for (int begin = 0; begin < parts; begin += kJoinedAtOnce) {
-    JoinedSum next[kJoinedAtOnce];
+  const float* const states = reinterpret_cast<const float*>(partials.states + first * pairs + pair) + own;
+  const float4* const values = partials.values + first * part_values +
+                               ((warp * (plan.rows / 16) + pair / 8) * (kColumns / 8) + lane / 4) * kWarp +
+                               pair % 8 * 4 + lane % 4;
+  const auto load = [=](float4(&next)[kJoinedAtOnce], int begin) {
     KDTREE_UNROLL
-    for (int i = 0; i < kJoinedAtOnce; ++i) {
-      const int64_t at = first + min(begin + i, parts - 1);
-      next[i] = {partials.peaks[at], partials.totals[at],
-                 reinterpret_cast<const float4*>(partials.values + at * kLatent)[threadIdx.x]};
-    }
-    KDTREE_UNROLL
-    for (int i = 0; i < kJoinedAtOnce; ++i) {
-      const int part = begin + i;
-      if (part >= parts) break;
-      if (plan.part_begin(part) % kSpan == 0)
-        span = next[i];
-      else
-        span.add(next[i]);
-      if (part + 1 == parts || plan.part_begin(part + 1) % kSpan == 0) {
-        if (plan.part_begin(part) < kSpan)
-          all = span;
-        else
-          all.add(span);
+    for (int i = 0; i < kJoinedAtOnce; ++i)
+      next[i] = values[static_cast<int64_t>(max(min(begin + i, parts - 1), 0)) * part_values];
+  };
+  JoinedSum all = {}, span = {};
+  float peak = -INFINITY;
+  float4 next[kJoinedAtOnce];
+  if (parts > 0) load(next, 0);
+  for (int begin = 0; begin < parts; begin += kWarp) {
+    const int part = begin + lane;
+    float2 state = make_float2(-INFINITY, 0);
+    if (part < parts) state = make_float2(states[part * pairs * 4], states[part * pairs * 4 + 2]);
+    const unsigned starts = __ballot_sync(kAllLanes, plan.part_begin(part) % kSpan == 0);
+    const unsigned ends = starts >> 1 | 1u << (kWarp - 1) | 1u << min(parts - 1 - begin, kWarp - 1);
+    __syncthreads();  // the factors before have been used
+    peak = find_factors(starts, state, own, peak, &factors);
+    __syncthreads();
+    const int count = min(parts - begin, kWarp);
+    for (int done = 0; done < count; done += kJoinedAtOnce) {
+      float4 now[kJoinedAtOnce];
+      KDTREE_UNROLL
+      for (int i = 0; i < kJoinedAtOnce; ++i) now[i] = next[i];
+      load(next, begin + done + kJoinedAtOnce);
+      KDTREE_UNROLL
+      for (int i = 0; i < kJoinedAtOnce; ++i) {
+        const int at = done + i;
+        if (at >= count) break;
+        span.add(factors.spans[at], factors.totals[at], {now[i].x, now[i].y, now[i].z, now[i].w});
+        if ((ends >> at & 1) != 0) {
+          all.add(factors.alls[at], span.totals, span.values);
+          span = {};
+        }
       }
     }
   }
-  const int64_t place = (static_cast<int64_t>(request) * a.rows.width + node) * a.heads + head;
-  if (threadIdx.x == 0 && a.lse != nullptr)
-    a.lse[place] = all.total == 0 ? -INFINITY : (all.peak + log2f(all.total)) * 0.6931471805599453f;
-  const float total = all.total == 0 ? 1.0f : all.total;
-  *reinterpret_cast<uint2*>(a.out + place * kLatent + threadIdx.x * 4) = make_uint2(
-      narrow_pair(all.values.x / total, all.values.y / total), narrow_pair(all.values.z / total, all.values.w / total));
+  KDTREE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int64_t to = (static_cast<int64_t>(request) * a.rows.width + node) * a.heads + head + 8 * i;
+    const float total = all.totals[i], divisor = total == 0 ? 1.0f : total;
+    if (warp == i && lane == 0 && a.lse != nullptr)
+      a.lse[to] = total == 0 ? -INFINITY : (peak + log2f(total)) * 0.6931471805599453f;
+    *reinterpret_cast<uint32_t*>(a.out + to * kLatent + warp * kColumns + lane * 2) =
+        narrow_pair(all.values[2 * i] / divisor, all.values[2 * i + 1] / divisor);
+  }
 }
 
 // blocks: that run at a time; 0: as many as the current device has multiprocessors.
@@ -319,7 +326,8 @@ kdtree_status launch(const MlaAttentionBf16Args& a, Plan plan, cudaStream_t stre
     KDTREE_LAUNCH((mla_bf16_kernel<kRows, kAhead>), dim3(now, static_cast<unsigned>(plan.parts)), dim3(kThreads),
                   kBytes, stream, a, plan);
     KDTREE_RETURN_IF_FAILED(check_launch("mla_bf16_kernel"));
-    KDTREE_LAUNCH(mla_bf16_join_kernel, dim3(now * kRows), dim3(kJoinThreads), 0, stream, a, plan);
+    KDTREE_LAUNCH(mla_bf16_join_kernel, dim3(now * kRows / 2, kWarps / kJoinWarps), dim3(kJoinWarps * kWarp), 0, stream,
+                  a, plan);
     KDTREE_RETURN_IF_FAILED(check_launch("mla_bf16_join_kernel"));
   }
   return KDTREE_OK;

@@ -45,16 +45,22 @@ struct Plan {
   __host__ __device__ int part_begin(int part) const { return spans ? part * kSpan : chunk_begin(part); }
 };
 
-// Sums of the parts of each head row of a slice.
+// Sums of the parts of each group of a slice. Rows 16 m + r and 16 m + r + 8, r < 8, lie together, as a lane has them
+// (mla_bf16_tile.h): so that a warp writes 512 bytes at a time.
 struct Partials {
-  float* values;  // [slice * rows, parts, 512]
-  float* peaks;   // [slice * rows, parts] to base 2
-  float* totals;  // [slice * rows, parts]
+  float4* values;  // [slice, parts, 8 warps, rows / 16, 8, 32 lanes]: two columns of the one row, then of the other
+  float4* states;  // [slice, parts, rows / 2]: peaks of both rows to base 2, totals
 
   __host__ __device__ Partials(void* workspace, const Plan& plan)
-      : values(static_cast<float*>(workspace)),
-        peaks(values + static_cast<int64_t>(plan.slice) * plan.rows * plan.parts * kLatent),
-        totals(peaks + static_cast<int64_t>(plan.slice) * plan.rows * plan.parts) {}
+      : values(static_cast<float4*>(workspace)),
+        states(values + static_cast<int64_t>(plan.slice) * plan.parts * plan.rows * (kLatent / 4)) {}
+
+  // first: pairs of rows before those of the block's part.
+  __device__ void leave(int64_t first, int row, float peak, float total) const {
+    float* const state = reinterpret_cast<float*>(states + first + row / 16 * 8 + row % 8) + row / 8 % 2;
+    state[0] = peak;
+    state[2] = total;
+  }
 };
 
 // Bytes of one group.
@@ -67,6 +73,20 @@ __device__ inline int keys_of(const MlaAttentionBf16Args& a, int request, int no
   const int keys = a.rows.positions[static_cast<int64_t>(request) * a.rows.width + node] + 1;
   return node > last ? 0 : min(keys, a.longest);
 }
+
+// A tile, and whose: what a block does in a turn.
+struct alignas(16) Turn {
+  static constexpr int kEmpty = 1;   // no row has a key in it: there is nothing to do
+  static constexpr int kWhole = 2;   // all rows have all its keys
+  static constexpr int kAll = 4;     // all rows may have some of its keys
+  static constexpr int kCloses = 8;  // the last of its chunk
+  static constexpr int kOdd = 16;    // so is its chunk
+  static constexpr int kFlagBits = 5;
+  int key;   // its first
+  int node;  // whose it is; -1: of all nodes
+  int chunk;
+  int flags;
+};
 
 // What a block works through: tiles that all its rows share, then for each tile a turn for each node. The same for all
 // threads, and looked up rather than kept.
@@ -102,33 +122,40 @@ struct Work {
     turns = shared + (max(end - first_tile - shared, 0) << node_bits);
   }
 
-  __device__ int tile(int turn) const {
-    return first_tile + (turn < shared ? turn : shared + ((turn - shared) >> node_bits));
-  }
-  // -1: all of them.
-  __device__ int node(int turn) const { return turn < shared ? -1 : (turn - shared) & ((1 << node_bits) - 1); }
-  // Whether the turn's node has no key in its tile: then there is nothing to do.
-  __device__ bool empty(int turn) const { return tile(turn) * kKeys >= counts[max(node(turn), 0)]; }
-  __device__ int chunk(int turn) const { return chunk_of(tile(turn) * kKeys); }
   // The node of a row of the block, and its keys.
   __device__ int node_of(int row) const { return (row << node_bits) / kMostRows; }
   __device__ int count_of(int row) const { return counts[node_of(row)]; }
 
-  // Byte offset in the layer of key `key` of a turn's tile; -1: no such key.
-  __device__ int64_t key_offset(const MlaAttentionBf16Args& a, int turn, int key) const {
-    if (turn >= turns) return -1;
-    const int place = max(node(turn), 0), position = tile(turn) * kKeys + key;
-    if (position >= counts[place]) return -1;
+  __device__ Turn turn(int number) const {
+    if (number >= turns) return {0, -1, 0, Turn::kEmpty};
+    const auto key = [this](int turn) {
+      return (first_tile + (turn < shared ? turn : shared + ((turn - shared) >> node_bits))) * kKeys;
+    };
+    const bool whole = number < shared;
+    const int first = key(number), node = whole ? -1 : (number - shared) & ((1 << node_bits) - 1);
+    const int chunk = chunk_of(first);
+    const bool closes = number + 1 == turns || key(number + 1) >= chunk_begin(chunk + 1);
+    const bool empty = first >= counts[max(node, 0)];
+    return {first, node, chunk,
+            (empty ? Turn::kEmpty : 0) | (whole ? Turn::kWhole : 0) | (whole || node_bits == 0 ? Turn::kAll : 0) |
+                (closes ? Turn::kCloses : 0) | (chunk % 2 != 0 ? Turn::kOdd : 0)};
+  }
+
+  // The row of the cache, counted from where those of the request begin, that holds key `key` of a turn; -1: no such
+  // key.
+  __device__ int cache_row(const MlaAttentionBf16Args& a, const Turn& turn, int key) const {
+    const int place = max(turn.node, 0), position = turn.key + key;
+    if ((turn.flags & Turn::kEmpty) != 0 || position >= counts[place]) return -1;
     int row = position;
     if (position >= prefix && a.rows.paths != nullptr) {
       const int64_t of = static_cast<int64_t>(request) * a.rows.width + first_row / a.heads + place;
       row = prefix + a.rows.paths[of * a.rows.path_stride + position - prefix];
     }
     const kdtree_cache_view& cache = a.cache;  // as cache_row.h has it, with divisions of 32 bits
-    if (cache.block_size == 0) return request * cache.request_stride + row * cache.row_stride;
+    if (cache.block_size == 0) return row;
     const unsigned size = static_cast<unsigned>(cache.block_size), index = static_cast<unsigned>(row) / size;
-    const int64_t block = cache.block_table[static_cast<int64_t>(request) * cache.table_stride + index];
-    return block < 0 ? -1 : (block * cache.block_size + (static_cast<unsigned>(row) - index * size)) * cache.row_stride;
+    const int block = cache.block_table[static_cast<int64_t>(request) * cache.table_stride + index];
+    return block < 0 ? -1 : block * cache.block_size + static_cast<int>(static_cast<unsigned>(row) - index * size);
   }
 };
 

@@ -54,6 +54,7 @@ struct How {
   int block_size = 0;    // of a paged cache
   int fewer_groups = 0;  // a workspace for so many groups of head rows; 0: what the query says
   bool chain = false;    // no paths: row i sees rows 0..i
+  int query_shift = 0;   // elements in front of the first query
   int64_t shift = 0;     // bytes between the view's base and the memory there is; a multiple of a block
 };
 
@@ -115,6 +116,7 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
 
   const check::Array<int32_t> d_count(node_count), d_prefix(prefixes), d_positions(positions), d_paths(paths),
       d_table(table);
+  queries.insert(queries.begin(), static_cast<size_t>(how.query_shift), kNan);
   const check::Array<uint16_t> d_queries(queries), d_cache(cache);
   check::Array<uint16_t> out(rows * static_cast<size_t>(heads) * kLatent);
   check::Array<float> lse(rows * static_cast<size_t>(heads));
@@ -122,7 +124,7 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
   a.rows.requests = requests, a.rows.width = width;
   a.rows.node_count = d_count.get(), a.rows.prefix_lengths = d_prefix.get(), a.rows.positions = d_positions.get();
   a.rows.paths = how.chain ? nullptr : d_paths.get(), a.rows.path_stride = depth;
-  a.q_latent = d_queries.get(), a.q_rope = d_queries.get() + kLatent;
+  a.q_latent = d_queries.get() + how.query_shift, a.q_rope = a.q_latent + kLatent;
   a.q_latent_head = a.q_rope_head = kWidth;
   a.q_latent_stride = a.q_rope_stride = static_cast<int64_t>(heads) * kWidth;
   a.cache.base = reinterpret_cast<void*>(reinterpret_cast<intptr_t>(d_cache.get()) - how.shift);
@@ -324,6 +326,7 @@ TEST(neighbours_slots_width_workspace_paging_and_the_device_change_no_bit) {
     for (int i = 1; i < kHows; ++i) same(p, base, run(p, how(i)));
     changed([&](How& how) { how.width = rows + 5; });
     changed([](How& how) { how.fewer_groups = 2; });
+    changed([](How& how) { how.query_shift = 2; });  // aligned to 4 bytes, no more
     for (const int block_size : {1, 16, 48}) changed([=](How& how) { how.block_size = block_size; });
     for (const int i : {0, 1, 5}) {
       const Problem nobody{heads, 5, {}, {}, {}};  // a request without rows
