@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
         moved = false;
         KDTREE_UNROLL_BY(1)
         for (int first = 1; first >= 0; --first) {
-          // Two warps that share tensor cores do the two in opposite orders: one multiplies values while the other weighs.
+          // Of two warps that share tensor cores one multiplies values while the other weighs.
           if ((Thread::again().warp < kQuarters) == (first != 0)) {
             if (turn >= 2) copy(turn + kStages - 2);
             add_values(turn - 1, flags, any_moved);
