@@ -190,6 +190,7 @@ def test_gpu_facts(monkeypatch):
 @pytest.mark.parametrize(
     ("utilization", "processes", "busy"),
     [("0", "", False), ("55", "", True), ("0", "1\n", True), ("0", f"{os.getpid()}\n", False), ("[N/A]", "1\n", None)],
+    ids=["idle", "working", "another process", "own process", "not told"],
 )
 def test_a_busy_gpu_is_seen(monkeypatch, utilization, processes, busy):
     fake_programs(
