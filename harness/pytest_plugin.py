@@ -10,7 +10,6 @@ process, once, when it matters.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,7 @@ def _measured(config: pytest.Config) -> int:
 
 def _workers(config: pytest.Config) -> str | None:
     """What pytest-xdist was told to spread the tests over, None for one process."""
-    if os.environ.get("PYTEST_XDIST_WORKER"):
+    if hasattr(config, "workerinput"):  # of a worker alone; its environment is also that of what its tests start
         return "workers"
     count = config.getoption("numprocesses", default=None)
     if count not in (None, 0):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from harness.records import Row
 from harness.systems import Systems
 from harness.tests.host_gpu import FLAG, Arrays, HostGpu
 from harness.tests.pairs import write_lists, write_pair
+from harness.tests.processes import plain_environment
 from reference.topk import topk_logprob
 
 SMALL: tuple[cases.Case, ...] = (
@@ -330,7 +330,7 @@ def test_the_benchmarks_measure_the_gpu_in_replays_of_a_graph(ops, tmp_path):
     done = subprocess.run(
         [*command, "harness/benchmarks", "-k", chosen, f"--benchmark-rows={rows_file}"],
         cwd=CHECKOUT,
-        env={**os.environ, FLAG: "1"},
+        env={**plain_environment(), FLAG: "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -12,6 +12,7 @@ import pytest
 
 from harness import records
 from harness.environment import CHECKOUT, gpu_missing
+from harness.tests.processes import plain_environment
 
 TESTS = """
 import pytest
@@ -31,12 +32,6 @@ def test_with_nvcc(): pytest.skip("no nvcc here")
 def test_bench_sum(benchmark, bench_row):
     found = benchmark.pedantic(sum, args=([1, 2],), rounds=3)
     bench_row(case="bench/sum", arm="cpu", case_hash="0" * 64, parity=combine("3", [check_tokens("s", [3], [found])]))
-"""
-XDIST = """
-def pytest_addoption(parser):
-    parser.addoption("--numprocesses", type=int, default=None)
-    parser.addoption("--dist", default="no")
-    parser.addoption("--tx", default=None)
 """
 NO_GPU = gpu_missing() is not None
 
@@ -85,7 +80,6 @@ def launch_what_fails(assertion):
 def run(tmp_path: Path):
     """Runs pytest on TESTS in a folder of its own; returns the exit status and the output."""
     (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "fake_xdist.py").write_text(XDIST)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["harness.pytest_plugin"]\n')
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    gpu: x\n    nvcc: x\n    slow: x\naddopts = --strict-markers\n"
@@ -96,7 +90,7 @@ def run(tmp_path: Path):
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *map(str, arguments)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths, **environment},
+            env={**plain_environment(), "PYTHONPATH": paths, **environment},
             capture_output=True,
             text=True,
         )
@@ -152,13 +146,13 @@ def test_nothing_measured_is_no_success(run):
 
 @pytest.mark.parametrize("arguments", [("--numprocesses", 1), ("--numprocesses", 4)])
 def test_benchmarks_are_refused_under_xdist(run, arguments):
-    status, said = run("-p", "fake_xdist", "--benchmark-only", *arguments)
+    status, said = run("--benchmark-only", *arguments)
     assert status == 4
     assert f"xdist is to use {arguments[1]} workers" in said
     assert "Traceback" not in said
-    assert run("-p", "fake_xdist", "--benchmark-only", "-k", "sum", "--numprocesses", 0)[0] == 0
-    assert run("-p", "fake_xdist", "--benchmark-only", PYTEST_ADDOPTS="--numprocesses 2")[0] == 4
-    assert run("-p", "fake_xdist", "--benchmark-skip", "-k", "plain", *arguments)[0] == 0
+    assert run("--benchmark-only", "-k", "sum", "--numprocesses", 0)[0] == 0
+    assert run("--benchmark-only", PYTEST_ADDOPTS="--numprocesses 2")[0] == 4
+    assert run("--benchmark-skip", "-k", "plain", *arguments)[0] == 0
 
 
 @pytest.mark.parametrize("assertion", [False, True])
