@@ -37,7 +37,7 @@ class Engine:
 
     Sizes of the models: vocab_size, hidden_size, layers, block_size. Bytes: of a cache row, weights, caches, scratch.
     dtype: of weights, activations and caches. paths: whether products and attention run on tensor cores, "tensor_cores"
-    or, where sizes or dtype do not fit those kernels, "general".
+    or, where sizes or dtype do not fit those kernels, "general"; the mask form of attention is general.
     """
 
     def __init__(self, decoder: Handle, max_requests: int, max_budget: int):

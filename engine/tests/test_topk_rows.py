@@ -163,3 +163,11 @@ def test_lists_of_nothing(ops, depths):
         found = run(ops, logits, k)
         assert found.ids.shape == (3, depths, k)
         assert_lists(found, logits, k)
+
+
+def test_depths_of_their_own_where_there_are_none(ops):
+    """An own depth past none at all is refused before anything of the request, whose scratch is nothing, is read."""
+    limits = to_device(ops, np.array([1, 0, 3], np.int32))
+    for k in (0, 4):
+        found = run(ops, gaussian(16, 3, 0, 30), k, depth_limits=limits)
+        assert found.status.tolist() == [[OWN_SIZE, 1, 0], [OK, 0, 0], [OWN_SIZE, 3, 0]]

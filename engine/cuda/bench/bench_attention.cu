@@ -27,7 +27,7 @@ void measure(int heads, int shared_memory) {
   for (const int length : lengths) {
     const int capacity = length + rows.back();
     const size_t entries = static_cast<size_t>(capacity) * kWidth;
-    const int copies = static_cast<int>(std::clamp<size_t>(kCacheBytes / (2 * entries), 1, check::tiny() ? 1 : 20));
+    const int copies = static_cast<int>(std::clamp<size_t>(kCacheBytes / (2 * entries), 1, check::tiny() ? 1 : 150));
     const check::Array<uint16_t> cache = bench::noise_on_device<uint16_t>(entries * static_cast<size_t>(copies));
     for (const int n : rows) {
       const size_t head_rows = static_cast<size_t>(n) * static_cast<size_t>(heads);

@@ -29,7 +29,7 @@ struct MlaAttentionArgs {
   float* lse;  // [M, heads] natural logarithm; may be NULL
   int heads, rank, rope;
   float scale;
-  int longest;  // the most keys any row may have (host bound for the grid: the capacity of the cache)
+  int longest;  // the most keys any row may have (host bound for the grid)
   void* workspace;
   size_t workspace_size;
 };

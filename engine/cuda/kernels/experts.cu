@@ -24,7 +24,7 @@ constexpr int kCombineThreads = 128;
 
 template <typename T>
 ExpertScratch<T> scratch_of(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
-  return {workspace, static_cast<int64_t>(rows) * chosen, hidden, width, experts, kTileRows};
+  return {workspace, static_cast<int64_t>(rows) * chosen, hidden, width, experts, kTileRows, kTileRows};
 }
 
 // What the kernels read of the arguments.

@@ -34,9 +34,13 @@ Height height_of(int rows, int experts, int chosen) {
 using Scratch = ExpertScratch<uint16_t>;
 
 Scratch scratch_of(void* workspace, int rows, int hidden, int width, int experts, int chosen) {
-  return {workspace, static_cast<int64_t>(rows) * chosen,
-          hidden,    width,
-          experts,   static_cast<int>(height_of(rows, experts, chosen))};
+  return {workspace,
+          static_cast<int64_t>(rows) * chosen,
+          hidden,
+          width,
+          experts,
+          static_cast<int>(height_of(rows, experts, chosen)),
+          static_cast<int>(Height::kLow)};
 }
 
 // What the kernels read of the arguments.

@@ -34,14 +34,15 @@ inline int64_t most_expert_tiles(int64_t pairs, int experts, int tile_rows) {
 template <typename Mid>
 struct ExpertScratch {
   int32_t* tile_count;  // [1]
-  ExpertTile* tiles;    // [most_tiles]
+  ExpertTile* tiles;    // [most_tiles], with room for those of least_rows
   int32_t* order;       // [pairs] row * chosen + slot, grouped by expert
   Mid* mid;             // [pairs, width]
   float* out;           // [pairs, hidden]
   int64_t most_tiles;
   size_t bytes;
 
-  ExpertScratch(void* workspace, int64_t pairs, int hidden, int width, int experts, int tile_rows)
+  // least_rows: of a tile, whatever the pass; so that more pairs never need less room.
+  ExpertScratch(void* workspace, int64_t pairs, int hidden, int width, int experts, int tile_rows, int least_rows)
       : most_tiles(most_expert_tiles(pairs, experts, tile_rows)), bytes(0) {
     unsigned char* const base = static_cast<unsigned char*>(workspace);
     const auto take = [&](size_t size) {
@@ -50,7 +51,8 @@ struct ExpertScratch {
       return place;
     };
     tile_count = reinterpret_cast<int32_t*>(take(sizeof(int32_t)));
-    tiles = reinterpret_cast<ExpertTile*>(take(sizeof(ExpertTile) * static_cast<size_t>(most_tiles)));
+    tiles = reinterpret_cast<ExpertTile*>(
+        take(sizeof(ExpertTile) * static_cast<size_t>(most_expert_tiles(pairs, experts, least_rows))));
     order = reinterpret_cast<int32_t*>(take(sizeof(int32_t) * static_cast<size_t>(pairs)));
     mid = reinterpret_cast<Mid*>(take(sizeof(Mid) * static_cast<size_t>(pairs) * width));
     out = reinterpret_cast<float*>(take(sizeof(float) * static_cast<size_t>(pairs) * hidden));

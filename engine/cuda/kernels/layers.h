@@ -163,7 +163,7 @@ kdtree_status experts(const ExpertsArgs<uint16_t>& args, cudaStream_t stream);
 kdtree_status add(const float* x, const float* z, float* y, int64_t count, cudaStream_t stream);
 kdtree_status add(const uint16_t* x, const uint16_t* z, uint16_t* y, int64_t count, cudaStream_t stream);
 
-// dst[m, :width] = src[m, :width] for rows of any stride (elements); for features and cache rows.
+// dst[m, :width] = src[m, :width] for rows of any stride (elements).
 template <typename T>
 struct CopyRowsArgs {
   const T* src;

@@ -10,7 +10,7 @@ namespace kdtree {
 // y = x w^T (+ add), for each of `batch` problems: x [rows, in], w [out, in], y [rows, out]. Strides in elements. Sums
 // in float32; `add` joins them there, and y is rounded once.
 struct LinearBf16Args {
-  const uint16_t* x;  // bf16 bits, as w. Both start at, and their strides are, multiples of 16 bytes
+  const uint16_t* x;  // bf16 bits, as w. For linear_bf16 both start at, and their strides are, multiples of 16 bytes
   int64_t x_stride, x_batch;
   const uint16_t* w;  // rows of `in` values, contiguous
   int64_t w_batch;

@@ -185,7 +185,7 @@ static_assert(chunk_begin(kWarp) % kSpan == 0, "32 parts are whole spans");
 // before: the peak of all parts before; returns that of all. Peaks do not depend on the order in which they are
 // compared, so all are found at once.
 __device__ float find_factors(unsigned starts, float2 state, int row, float before, JoinFactors* factors) {
-  const int lane = lane_id(), start = 31 - __clz(static_cast<int>(starts & (2u << lane) - 1u));
+  const int lane = lane_id(), start = 31 - __clz(static_cast<int>(starts & ((2u << lane) - 1u)));
   const auto scan = [=](float peak, int first) {
     for (int step = 1; step < kWarp; step *= 2) {
       const float below = __shfl_up_sync(kAllLanes, peak, static_cast<unsigned>(step));
@@ -339,15 +339,17 @@ kdtree_status launch(const MlaAttentionBf16Args& a, Plan plan, cudaStream_t stre
 size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest, int blocks) {
   using namespace mla_bf16;
   Plan plan{};
-  if (plan_pass(requests, width, heads, longest, blocks, kMostWorkspace, &plan) != KDTREE_OK) return 0;
-  return partial_bytes(plan.rows, plan.parts) * static_cast<size_t>(std::max(plan.slice, 1));
+  if (plan_pass(requests, width, heads, std::max(longest, 1), blocks, kMostWorkspace, &plan) != KDTREE_OK) return 0;
+  // Less than 64 rows' worth would have the pass cut otherwise than is planned here.
+  return std::max(partial_bytes(plan.rows, plan.parts) * static_cast<size_t>(std::max(plan.slice, 1)),
+                  partial_bytes(kMostRows, plan.parts));
 }
 
 kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t stream) {
   using namespace mla_bf16;
   Arguments arguments("mla_attention_bf16");
   arguments.range("requests", a.rows.requests, 1, 65535)
-      .range("width", a.rows.width, 1, 65535)
+      .range("width", a.rows.width, 1, INT32_MAX / 128)
       .range("longest", a.longest, 1, INT32_MAX - 2 * kSpan);
   if (arguments.failed()) return arguments.status();
   if (a.heads != 16 && a.heads != 32 && a.heads != 64 && a.heads != 128)

@@ -117,7 +117,8 @@ __device__ inline float power2(float x) {
 // 2^(from - to) for the rescaling of sums: 0 where nothing was summed yet.
 __device__ inline float rescale(float from, float to) { return from == -INFINITY ? 0.0f : power2(from - to); }
 
-// How two sums over different keys become one. The one formula by which chunks and spans are joined.
+// How two sums over different keys become one, when a block joins chunks; the join kernel's `joined` is the same
+// formula.
 struct Join {
   float peak, first, second;  // factors of the two
 

@@ -6,9 +6,8 @@
 
 namespace kdtree {
 
-// Statuses are [R, 3] as in the C header. `before` may be NULL. It may also be the status that the stage writes: of
-// threads that can wait for each other, all have read before one writes. Blocks cannot, but a status that changes under
-// a block's eyes is a failure that the block finds for itself.
+// Statuses are [R, 3] as in the C header. `before` may be NULL. It may also be the status that the stage writes: a
+// status that changes under the eyes of a thread or block is one that it finds for itself.
 __device__ inline bool failed_before(const int32_t* before, int request) {
   return before != nullptr && before[3 * request] != KDTREE_REQUEST_OK;
 }

@@ -36,7 +36,8 @@ inline kdtree_status can_wait(const void* kernel, const char* name, bool* can) {
 }
 #endif
 
-// Launches the second kernel. What lies before it in the stream must be the first.
+// Launches a kernel that waits on the device for what lies before it in the stream; whether it may start before that
+// ends is for that to say.
 template <typename... P>
 kdtree_status launch_behind(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
                             cudaStream_t stream, P... arguments) {

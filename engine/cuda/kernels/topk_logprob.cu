@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 
   const int limit = own_depth_limit(a, request);
   if (threadIdx.x == 0) s.outcome = outcome_without_logits(a, request, limit);  // a block of another depth may write it
   typename Shared::Groups maxima;
-  maxima.load(scratch.maxima + row * plan.row_groups, part == 0 && depth < limit ? plan.groups : 0);
+  const bool loads = part == 0 && depth < limit && depth < a.depth_limit;  // with no depth at all there is no scratch
+  maxima.load(scratch.maxima + row * plan.row_groups, loads ? plan.groups : 0);
   bool fault = false;
   if (warp_id() == 0) {
     if (depth < limit && limit <= a.depth_limit) combine_row(plan, scratch, row, s);

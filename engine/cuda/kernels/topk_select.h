@@ -35,7 +35,7 @@ struct Selection {
         unsigned hits[kHits];
         unsigned long long ordered[kMostK + kMostInBin];
       };
-      unsigned bins[kBins];  // zero wherever a function begins
+      unsigned bins[kBins];  // zero but between make_keys and spread
     };
     unsigned long long room[kRoom];
   };

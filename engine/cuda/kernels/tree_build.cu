@@ -384,26 +384,25 @@ kdtree_status divide(const kdtree_tree_build_args& a, Division* division) {
 }
 
 template <typename Kernel>
-kdtree_status launch_kernel(Kernel kernel, int threads, size_t fixed, const kdtree_tree_build_args& a,
+kdtree_status launch_kernel(const char* name, Kernel kernel, int threads, size_t fixed, const kdtree_tree_build_args& a,
                             const Division& division) {
   KDTREE_RETURN_IF_FAILED(
       allow_shared_memory(reinterpret_cast<const void*>(kernel), "kdtree_tree_build", division.bytes, fixed));
   // The lists may come from the kernel before, whose end is waited for on the device.
-  return launch_behind("tree_build_kernel", kernel, dim3(static_cast<unsigned>(a.requests)),
-                       dim3(static_cast<unsigned>(threads)), division.bytes, static_cast<cudaStream_t>(a.stream), a,
-                       division);
+  return launch_behind(name, kernel, dim3(static_cast<unsigned>(a.requests)), dim3(static_cast<unsigned>(threads)),
+                       division.bytes, static_cast<cudaStream_t>(a.stream), a, division);
 }
 
 kdtree_status launch(const kdtree_tree_build_args& a, const Division& division) {
   if (a.budget <= kSmallBudget)
-    return launch_kernel(tree_small_kernel, kSmallThreads, sizeof(SmallShared), a, division);
+    return launch_kernel("tree_small_kernel", tree_small_kernel, kSmallThreads, sizeof(SmallShared), a, division);
   switch (threads_of(a.budget)) {
     case 256:
-      return launch_kernel(tree_build_kernel<256>, 256, sizeof(BlockShared), a, division);
+      return launch_kernel("tree_build_kernel", tree_build_kernel<256>, 256, sizeof(BlockShared), a, division);
     case 512:
-      return launch_kernel(tree_build_kernel<512>, 512, sizeof(BlockShared), a, division);
+      return launch_kernel("tree_build_kernel", tree_build_kernel<512>, 512, sizeof(BlockShared), a, division);
     default:
-      return launch_kernel(tree_build_kernel<1024>, 1024, sizeof(BlockShared), a, division);
+      return launch_kernel("tree_build_kernel", tree_build_kernel<1024>, 1024, sizeof(BlockShared), a, division);
   }
 }
 

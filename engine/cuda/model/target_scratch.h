@@ -60,8 +60,8 @@ struct TargetScratch {
   // What the largest pass and a single row do best with, and at least what every pass can do with: 64 head rows.
   static size_t bf16_attention_bytes(const TargetConfig& c, int most_rows, int capacity) {
     const int heads = c.num_attention_heads;
-    const int width = std::min(most_rows, 65535), least = std::max(64 / heads, 1);
-    return std::max({mla_attention_bf16_workspace(1, width, heads, capacity),
+    const int least = std::max(64 / heads, 1);
+    return std::max({mla_attention_bf16_workspace(1, most_rows, heads, capacity),
                      mla_attention_bf16_workspace(1, 1, heads, capacity),
                      mla_attention_bf16_workspace(1, least, heads, capacity, 1)});
   }

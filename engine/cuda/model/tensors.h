@@ -42,8 +42,8 @@ struct HostTensor {
   Bytes data;
 
   int64_t elements() const;
-  // The elements as T: float, or uint16_t for bf16 bits. What T cannot hold is rounded to nearest, ties to even; f32,
-  // bf16 and f16 fit float32 exactly. Throws ModelError for other types.
+  // The elements as T: float, or uint16_t for bf16 bits. What T cannot hold is rounded to nearest, ties to even, f64 to
+  // bf16 by way of f32; f32, bf16 and f16 fit float32 exactly. Throws ModelError for other types.
   template <typename T>
   std::vector<T> values(const std::string& name) const;
   // Whether they are kept as T.

@@ -1,5 +1,6 @@
 // The bf16 experts: the bits of the products called row by row, for every number of rows; near what float64 says.
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "kernels/experts_bf16.h"
@@ -226,6 +227,18 @@ TEST(a_broken_row_breaks_no_other) {
       CHECK(std::isnan(got[i]));
     else
       CHECK_EQUAL(check::bits({got[i]})[0], right[i]);
+}
+
+// Tiles of the rows' own height grow fewer where it changes; an engine plans once, for its most rows.
+TEST(a_workspace_for_more_rows_serves_fewer) {
+  for (const auto& [experts, chosen, hidden, width] : {std::array{512, 8, 32, 16}, std::array{512, 1, 256, 64}}) {
+    size_t before = 0;
+    for (const int rows : {1, 8, 9, 64, 511, 512, 513, 640, 641, 4096, 4097}) {
+      const size_t size = experts_bf16_workspace(rows, hidden, width, experts, chosen);
+      CHECK(size >= before);
+      before = size;
+    }
+  }
 }
 
 TEST(refusals) {
