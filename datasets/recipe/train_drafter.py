@@ -159,7 +159,7 @@ def train(args: argparse.Namespace, config: DrafterConfig) -> dict[str, object]:
         drafter.load_state_dict(load_drafter(args.init, device).state_dict())
         if (args.init / "train.json").exists():
             earlier = json.loads((args.init / "train.json").read_text())
-            before = [*earlier["before"], earlier["steps"]]
+            before = [*earlier.get("before", ()), earlier["steps"]]
     if target.c.num_hidden_layers - 1 in config.target_layer_ids:
         raise ValueError(f"target_layer_ids {config.target_layer_ids}: the last layer must not be tapped")
     weights = torch.exp(-torch.arange(config.block_size - 1, device=device).float() / args.gamma)

@@ -221,6 +221,23 @@ def test_learning_stops_at_the_end_of_text_and_in_loops(recipe):
     assert end.tolist() == [100, 61, 50 + 15 + 8]
 
 
+def test_a_part_of_a_block_is_drafted_as_a_block_of_its_size(recipe):
+    """What training on several sizes rests on: rows behind the size change nothing in front of it."""
+    torch = importlib.import_module("torch")
+    torch.manual_seed(3)
+    drafter = recipe.model.Drafter(recipe.model.DrafterConfig(**DRAFTER)).eval()
+    taps = len(drafter.c.target_layer_ids)
+    noise, features = torch.randn(2, 3, 16, 64), torch.randn(2, 40, taps * 64)
+    roots, sizes = torch.tensor([[20, 10, 1], [5, 30, 24]]), torch.tensor([[8, 16, 2], [16, 8, 11]])
+    with torch.no_grad():
+        found = drafter(noise, features, roots, 16, sizes)
+        for row, place in itertools.product(range(2), range(3)):
+            size = int(sizes[row, place])
+            one = (slice(row, row + 1), slice(place, place + 1))
+            alone = drafter(noise[one][:, :, :size], features[row : row + 1], roots[one], size)
+            torch.testing.assert_close(found[one][:, :, :size], alone, rtol=0, atol=1e-5)
+
+
 def test_quick_acceptance_counts_by_hand(recipe):
     ids = np.array([[5, 6], [7, 8], [9, 1]])
     scores = np.log(np.array([[0.6, 0.3], [0.5, 0.4], [0.9, 0.05]]))

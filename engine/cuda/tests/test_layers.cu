@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "kernels/layers.h"
+#include "tests/blocks.h"
 #include "tests/check.h"
 #include "tests/random.h"
 
@@ -55,22 +56,6 @@ void multiply(const float* x, const float* w, float* y, int rows, int out, int i
   CHECK_OK(linear(a, Gemm::kRowInvariant, nullptr));
 }
 
-// Blocks of `width` rows with their node counts on the device.
-struct Blocks {
-  check::Array<int32_t> node_count, prefix_lengths, tokens;
-  Rows rows{};
-
-  Blocks(int width, const std::vector<int32_t>& counts, const std::vector<int32_t>& prefixes,
-         const std::vector<int32_t>& ids)
-      : node_count(counts), prefix_lengths(prefixes), tokens(ids) {
-    rows.requests = static_cast<int>(counts.size());
-    rows.width = width;
-    rows.node_count = node_count.get();
-    rows.prefix_lengths = prefix_lengths.get();
-    rows.tokens = tokens.get();
-  }
-};
-
 }  // namespace
 
 TEST(embedding_golden) {
@@ -79,7 +64,7 @@ TEST(embedding_golden) {
   const auto tokens = file.at("embedding/tokens").as<int32_t>();
   const int rows = static_cast<int>(tokens.size), hidden = extent(table, 1);
   const check::Array<float> device_table = floats(file, "embedding/table"), y(rows * hidden);
-  const Blocks blocks(rows, {rows - 1}, {0}, {tokens.data, tokens.data + rows});
+  const check::Blocks blocks(rows, {rows - 1}, {0}, {tokens.data, tokens.data + rows});
   CHECK_OK(embed({blocks.rows, device_table.get(), y.get(), hidden}, nullptr));
   kdtr::compare(out, y.read()).raise_if_failed();
 }
@@ -89,7 +74,7 @@ TEST(embedding_of_unused_rows_is_zero) {
     const std::vector<float> table = check::noise(1, 3 * hidden);
     const check::Array<float> device_table(table), y(8 * hidden);
     // Tokens past the used rows are no tokens.
-    const Blocks blocks(4, {1, -1}, {0, 0}, {2, 1, -7, 1 << 30, -1, -1, -1, -1});
+    const check::Blocks blocks(4, {1, -1}, {0, 0}, {2, 1, -7, 1 << 30, -1, -1, -1, -1});
     CHECK_OK(embed({blocks.rows, device_table.get(), y.get(), hidden}, nullptr));
     std::vector<float> right(8 * hidden, 0.0f);
     std::copy_n(&table[2 * hidden], hidden, &right[0]);
@@ -302,6 +287,6 @@ TEST(refusals) {
   a = good;
   a.chosen = 33;
   CHECK_STATUS(router(a, nullptr), KDTREE_SIZE);
-  const Blocks blocks(2, {1}, {0}, {0, 0});
+  const check::Blocks blocks(2, {1}, {0}, {0, 0});
   CHECK_STATUS(embed({blocks.rows, p, p, 0}, nullptr), KDTREE_SIZE);
 }

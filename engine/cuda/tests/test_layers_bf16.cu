@@ -5,6 +5,7 @@
 #include "kernels/attention.h"
 #include "kernels/linear_bf16.h"
 #include "tests/bf16.h"
+#include "tests/blocks.h"
 #include "tests/check.h"
 #include "tests/random.h"
 
@@ -40,29 +41,13 @@ struct Pair {
   float* f32() const { return wide.get() + shift; }
 };
 
-// Blocks of `width` rows.
-struct Blocks {
-  check::Array<int32_t> node_count, prefix_lengths, tokens;
-  Rows rows{};
-
-  Blocks(int width, const std::vector<int32_t>& counts, const std::vector<int32_t>& prefixes,
-         const std::vector<int32_t>& ids)
-      : node_count(counts), prefix_lengths(prefixes), tokens(ids) {
-    rows.requests = static_cast<int>(counts.size());
-    rows.width = width;
-    rows.node_count = node_count.get();
-    rows.prefix_lengths = prefix_lengths.get();
-    rows.tokens = tokens.get();
-  }
-};
-
 }  // namespace
 
 TEST(rows_of_the_embedding) {
   for (const int hidden : {4, 5, 1030}) {
     const std::vector<uint16_t> table = narrow_noise(1, 3 * hidden);
     const check::Array<uint16_t> device_table(table), y(4 * hidden);
-    const Blocks blocks(2, {1, -1}, {0, 0}, {2, 1, -7, 1 << 30});
+    const check::Blocks blocks(2, {1, -1}, {0, 0}, {2, 1, -7, 1 << 30});
     CHECK_OK(embed({blocks.rows, device_table.get(), y.get(), hidden}, nullptr));
     std::vector<uint16_t> right(4 * hidden, 0);
     std::copy_n(&table[2 * hidden], hidden, &right[0]);
