@@ -276,12 +276,14 @@ __device__ inline void write_small(const Output& out, const SmallLists& lists, c
   if (a.paths != nullptr)
     store_all(reinterpret_cast<uint32_t*>(out.block(a.paths, columns)), rows * columns, threads - 1 - thread,
               [&](int j) {
-                int i = division.by_columns(j), c = j - i * columns;
+                const int first = division.by_columns(j), at = j - first * columns;
                 const auto steps = [&above, count](int node, int from) {
                   return node <= count ? Steps(above(node), node, from) : Steps(0, -1, 0);
                 };
-                return [steps, columns, i, c, walk = steps(i, c)]() mutable {
-                  if (c == columns) walk = steps(++i, c = 0);
+                // Of a node that is counted up here instead, ptxas 13.0 reads the ancestors of the one behind it.
+                return [steps, columns, &division, j, c = at, walk = steps(first, at)]() mutable {
+                  if (c == columns) walk = steps(division.by_columns(j), c = 0);
+                  ++j;
                   ++c;
                   return walk.next();
                 };
