@@ -12,6 +12,7 @@ import ctypes
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kdtr
-from engine.abi import EngineError, Library
+from engine.abi import EngineError, Library, SizeError
 from engine.decode_abi import Handle, Tensor
 from kdtr.convert_safetensors import SafetensorsSource
 from kdtr.foreign import ConvertError
@@ -53,18 +54,25 @@ class Entry(NamedTuple):
     data: NDArray[Any]
 
 
-def load(library: Library, path: str | Path, kind: Kind) -> Handle:
-    """The model of a folder or a KDTR file of that kind, in host memory. Raises CheckpointError, EngineError."""
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
+@dataclass(frozen=True)
+class Random:
+    """A model of random weights in place of files. config: as config.json holds it; equal seeds give equal weights."""
+
+    config: Mapping[str, Any]
+    seed: int = 0
+
+
+def load(library: Library, source: str | Path | Random, kind: Kind) -> Handle:
+    """The model of a folder or a KDTR file of that kind, in host memory; of Random, none of its weights are.
+
+    Raises CheckpointError, EngineError.
+    """
     model = Handle(library, "model", kind.encode())
     try:
-        if path.is_dir():
-            for entry in folder_tensors(path, kind):
-                _put(model, entry)
+        if isinstance(source, Random):
+            _make(model, source)
         else:
-            model.call("read", bytes(path))
+            _read(model, Path(source), kind)
     except BaseException:
         model.close()
         raise
@@ -102,8 +110,7 @@ def folder_tensors(folder: Path, kind: Kind) -> Iterator[Entry]:
     config = _language_model(folder, raw) if text is not raw else raw
     if kind == "drafter" and _all_attend_fully(config):
         config = {key: value for key, value in config.items() if key != "layer_types"}
-    for name, array in config_tensors(config).items():
-        yield Entry(name, _ENTRY_TYPES[array.dtype.name], array.shape, array)
+    yield from _config_entries(config)
     with ExitStack() as opened:
         sources = _open(folder, opened)
         names = {stored: _published(stored, raw, text) if kind == "model" else stored for stored in sources}
@@ -147,12 +154,35 @@ def config_tensors(tree: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, N
     return tensors
 
 
+def _config_entries(config: Mapping[str, Any]) -> Iterator[Entry]:
+    for name, array in config_tensors(config).items():
+        yield Entry(name, _ENTRY_TYPES[array.dtype.name], array.shape, array)
+
+
 def _fits(value: int) -> bool:
     return -(2**63) <= value < 2**63
 
 
 def _text(value: str) -> NDArray[np.uint8]:
     return np.frombuffer(value.encode(), np.uint8)
+
+
+def _make(model: Handle, source: Random) -> None:
+    if not 0 <= source.seed < 2**64:
+        raise SizeError(f"seed of random weights is {source.seed}, it must be in 0..{2**64 - 1}")
+    for entry in _config_entries(source.config):
+        _put(model, entry)
+    model.call("random", source.seed)
+
+
+def _read(model: Handle, path: Path, kind: Kind) -> None:
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        model.call("read", bytes(path))
+        return
+    for entry in folder_tensors(path, kind):
+        _put(model, entry)
 
 
 def _put(model: Handle, entry: Entry) -> None:

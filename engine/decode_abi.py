@@ -149,6 +149,7 @@ CALLS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
         "model_create": (c_char_p, _HANDLE),
         "model_put": (c_void_p, POINTER(Tensor)),
         "model_read": (c_void_p, c_char_p),
+        "model_random": (c_void_p, c_uint64),
         "decoder_create": (POINTER(DecoderArgs), _HANDLE),
         "decoder_query": (c_void_p, POINTER(DecoderInfo)),
         "run_create": (c_void_p, POINTER(RunArgs), _HANDLE),

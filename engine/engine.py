@@ -4,8 +4,9 @@
         plain = engine.generate(tokens, method="ar", max_new_tokens=64)
         tree = engine.generate(tokens, method="ddtree", max_new_tokens=64, budget=64)
 
-The models are KDTR files or Hugging Face folders. Methods: "ar" plain decoding, "chain" one drafted chain a round,
-"ddtree" one tree a round. An engine serves one thread and has one run at a time; several engines may live side by side.
+The models are KDTR files, Hugging Face folders, or checkpoint.Random: random weights of a config. Methods: "ar" plain
+decoding, "chain" one drafted chain a round, "ddtree" one tree a round. An engine serves one thread and has one run at a
+time; several engines may live side by side.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from engine import checkpoint, decode_abi
 from engine.abi import Library, SizeError
+from engine.checkpoint import Random
 from engine.decode_abi import ATTENTIONS, DTYPES, GEMMS, METHODS, PATHS, Handle
 from engine.generation import Generation
 from engine.request import Options, Prompt, Request
@@ -54,8 +56,8 @@ class Engine:
     @classmethod
     def load(
         cls,
-        target: str | Path,
-        drafter: str | Path | None = None,
+        target: str | Path | Random,
+        drafter: str | Path | Random | None = None,
         *,
         dtype: str = "float32",
         kind: Literal["cuda", "host"] = "cuda",

@@ -102,6 +102,7 @@ def test_the_numbers_of_the_header_are_those_used_here(tmp_path):
 
 def test_every_call_of_the_header_has_its_prototype():
     written = {
+        "uint64_t": ctypes.c_uint64,
         "kdtree_model*": ctypes.c_void_p,
         "kdtree_decoder*": ctypes.c_void_p,
         "kdtree_run*": ctypes.c_void_p,

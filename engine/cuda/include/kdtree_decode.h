@@ -37,6 +37,8 @@ typedef struct kdtree_tensor {
 KDTREE_API kdtree_status kdtree_model_create(const char* kind, kdtree_model** model);
 KDTREE_API kdtree_status kdtree_model_put(kdtree_model* model, const kdtree_tensor* tensor);
 KDTREE_API kdtree_status kdtree_model_read(kdtree_model* model, const char* path); /* all tensors of a KDTR file */
+/* Random weights, all that the config entries ask for: functions of the seed, made when a decoder is. */
+KDTREE_API kdtree_status kdtree_model_random(kdtree_model* model, uint64_t seed);
 KDTREE_API void kdtree_model_destroy(kdtree_model* model);
 
 typedef enum kdtree_gemm { KDTREE_GEMM_ROW_INVARIANT = 0, KDTREE_GEMM_CUBLAS = 1 } kdtree_gemm;

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "loop/run.h"
+#include "model/random_weights.h"
 
 struct kdtree_model {
   std::string kind;
@@ -116,6 +117,13 @@ extern "C" kdtree_status kdtree_model_read(kdtree_model* model, const char* path
     needed("kdtree_model_read", "path", path);
     TensorMap tensors = read_kdtr(path, model->kind);
     model->tensors = model->kind == "model" ? language_model(std::move(tensors)) : std::move(tensors);
+  });
+}
+
+extern "C" kdtree_status kdtree_model_random(kdtree_model* model, uint64_t seed) {
+  return guarded([&] {
+    needed("kdtree_model_random", "model", model);
+    model->tensors = random_weights(std::move(model->tensors), model->kind, seed);
   });
 }
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <kdtr/kdtr.hpp>
 
+#include "model/random_weights.h"
+
 namespace kdtree {
 namespace {
 
@@ -26,25 +28,25 @@ float from_bf16(uint16_t bits) {
   return value;
 }
 
-void put(float value, float* to) { *to = value; }
-void put(float value, uint16_t* to) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  *to = std::isnan(value) ? uint16_t{0x7fc0} : static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
 template <typename T, typename Stored, typename Widen>
 std::vector<T> converted(const Bytes& data, Widen widen) {
   std::vector<T> values(data.size() / sizeof(Stored));
   for (size_t i = 0; i < values.size(); ++i) {
     Stored stored;
     std::memcpy(&stored, data.data() + i * sizeof(Stored), sizeof(Stored));
-    put(widen(stored), &values[i]);
+    keep(widen(stored), &values[i]);
   }
   return values;
 }
 
 }  // namespace
+
+void keep(float value, float* to) { *to = value; }
+void keep(float value, uint16_t* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  *to = std::isnan(value) ? uint16_t{0x7fc0} : static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
 
 Bytes Bytes::copied(const void* data, size_t size) {
   const std::shared_ptr<unsigned char> copy(new unsigned char[size], std::default_delete<unsigned char[]>());
@@ -65,6 +67,7 @@ int64_t HostTensor::elements() const {
 
 template <typename T>
 std::vector<T> HostTensor::values(const std::string& name) const {
+  if (random.has_value()) return random_values<T>(*random, static_cast<size_t>(elements()));
   if (dtype == "f32") return converted<T, float>(data, [](float value) { return value; });
   if (dtype == "f64") return converted<T, double>(data, [](double value) { return static_cast<float>(value); });
   if (dtype == "f16") return converted<T, uint16_t>(data, from_half);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -35,11 +36,19 @@ class Bytes {
   size_t size_ = 0;
 };
 
-// dtype: a KDTR name ("f32", "bf16", "i64" ...). data: elements in C order.
+// Uniform numbers in [centre - spread, centre + spread): functions of a seed, the tensor's number and the element's.
+struct RandomValues {
+  uint64_t seed;
+  uint32_t number;
+  float centre, spread;
+};
+
+// dtype: a KDTR name ("f32", "bf16", "i64" ...). data: elements in C order. random: in place of both.
 struct HostTensor {
   std::string dtype;
   std::vector<int64_t> shape;
   Bytes data;
+  std::optional<RandomValues> random;
 
   int64_t elements() const;
   // The elements as T: float, or uint16_t for bf16 bits. What T cannot hold is rounded to nearest, ties to even, f64 to
@@ -53,6 +62,10 @@ struct HostTensor {
     return dtype == (sizeof(T) == sizeof(float) ? "f32" : "bf16");
   }
 };
+
+// A value as float, or as the nearest bf16 bits, ties to even.
+void keep(float value, float* to);
+void keep(float value, uint16_t* to);
 
 using TensorMap = std::map<std::string, HostTensor>;
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "model/memory.h"
+#include "model/random_weights.h"
 #include "model/tensors.h"
 
 namespace kdtree {
@@ -18,7 +19,8 @@ struct SwigluWeights {
 };
 
 // Arrays are asked for first, then copied to the device one after the other. T, of the place: float, or uint16_t for
-// bf16 bits. What the file keeps as T goes to the device as it is; all else is converted, a tensor at a time.
+// bf16 bits. What the file keeps as T goes to the device as it is, random weights are made there; all else
+// is converted, a tensor at a time.
 class WeightStore {
  public:
   explicit WeightStore(const TensorMap& tensors) : tensors_(tensors) {}
@@ -35,7 +37,12 @@ class WeightStore {
     want(place, elements, [this, names = std::move(names)](unsigned char* to) {
       for (const std::string& name : names) {
         const HostTensor& tensor = tensors_.at(name);
-        to += tensor.holds<T>() ? put(to, tensor.data) : put(to, tensor.values<T>(name));
+        if (tensor.random.has_value()) {
+          fill_random(reinterpret_cast<T*>(to), *tensor.random, static_cast<size_t>(tensor.elements()));
+          to += static_cast<size_t>(tensor.elements()) * sizeof(T);
+        } else {
+          to += tensor.holds<T>() ? put(to, tensor.data) : put(to, tensor.values<T>(name));
+        }
       }
     });
   }
