@@ -24,7 +24,7 @@ from pathlib import Path
 
 from engine import build
 from engine.toolkit import BuildError
-from harness import cases, codec, compare, exactness, heap_tree, records, report
+from harness import cases, codec, compare, exactness_groups, heap_tree, records, report
 from harness.compare import Comparison, Exit
 from harness.console import say
 from harness.environment import CHECKOUT, capture, gpu_missing
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, systems: Systems | None = None)
             if given.command == "compare":
                 return compare.command(given)
             if given.command == "exactness":
-                return exactness.command(given)
+                return exactness_groups.command(given)
             if given.command == "report":
                 return _report(given)
             if given.command == "env":
@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--baselines", type=Path, default=compare.BASELINES, help=argparse.SUPPRESS)
 
     compare.configure(commands.add_parser("compare", help="rows against the baseline of this hardware"))
-    exactness.configure(commands.add_parser("exactness", help="logits of chain and trees against plain decoding's"))
+    exactness_groups.configure(
+        commands.add_parser("exactness", help="logits of chain and trees against plain decoding's")
+    )
     again = commands.add_parser("report", help="write the reports of stored rows once more")
     again.add_argument(
         "rows", type=Path, nargs="?", default=OUT, help="rows.jsonl or its folder (default: reports/run)"

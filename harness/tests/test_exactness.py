@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from engine.engine import Engine
 from engine.generation import Generation
 from engine.tests.backends import open_ops
 from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
-from harness import cli, exactness, records
-from harness.exactness import Plan, Unit, compare, group_size, units
+from harness import cli, exactness, exactness_cost, exactness_groups, records
+from harness.exactness import Plan, Unit, compare, most_requests, units
 from harness.records import Row
 from harness.tests.examples import make_environment
 from reference.sampling import SamplingParams
@@ -43,8 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few short prompts; facts about the machine are not looked up again for each run."""
-    monkeypatch.setattr(exactness, "mixed", lambda: PROMPTS)
-    monkeypatch.setattr(exactness, "capture", lambda **_: make_environment())
+    monkeypatch.setattr(exactness_groups, "mixed", lambda: PROMPTS)
+    monkeypatch.setattr(exactness_groups, "capture", lambda **_: make_environment())
 
 
 @pytest.fixture
@@ -62,10 +63,11 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
 
 
 def run(models: Path, out: Path, *more: str) -> tuple[int, dict[str, Row]]:
-    """(exit status, rows by arm)."""
+    """(exit status, rows by arm). The pair in float32, unless `more` says otherwise."""
     sizes = ("--tokens", "20", "--new-tokens", str(NEW), "--batch", "2", "--budgets", "1", "5", "--block-size", "3")
+    group = ("--heads", "2", "--dtype", "float32")
     arguments = ("exactness", "--kind", "host", "--models", str(models), "--out", str(out / "rows.jsonl"))
-    code = cli.main([*arguments, *sizes, *more])
+    code = cli.main([*arguments, *sizes, *group, *more])
     return code, {row.arm: row for row in records.latest(records.read(out / "rows.jsonl"))}
 
 
@@ -85,21 +87,45 @@ def test_methods_agree_bit_for_bit_over_passes_of_which_the_first_is_greedy(mode
             "rows_differ": 0,
         }
     assert rows["ddtree-b5"].params["gemm"] == "row-invariant"
-    assert said[0].split()[:3] == ["method", "budget", "gemm"]
-    assert said[4].split()[:9] == ["ddtree", "5", "row-invariant", "5", "20", "0", "25", "0", "0"]
+    assert said[0].split()[:3] == ["heads", "model", "dtype"]
+    expected = "2 pair float32 row-invariant general/general ddtree 5 20 0 25 0 0"
+    assert said[4].split()[:12] == expected.split()
     assert not any("wanted" in line or "first difference" in line for line in said)
+    assert (
+        "row-invariant: 60 tokens and 75 rows of logits compared with plain decoding's, 0 tokens and 0 rows" in said[5]
+    )
 
 
 def test_bf16_is_a_case_of_its_own_that_agrees_as_well(models, tmp_path):
     code, rows = run(models, tmp_path, "--dtype", "bfloat16")
     assert code == 0
-    assert {row.case for row in rows.values()} == {"exactness/dflash/block3/bfloat16/row-invariant"}
+    assert {row.case for row in rows.values()} == {"exactness/heads2/dflash/block3/bfloat16/row-invariant"}
     for name in ("chain", "ddtree-b1", "ddtree-b5"):
         row = rows[name]
         assert row.parity is not None
         assert (row.status, row.parity.compared, row.parity.differences) == ("OK", 25, 0)
         said = {key: row.params[key] for key in ("dtype", "products", "attention")}
         assert said == {"dtype": "bfloat16", "products": "general", "attention": "general"}
+
+
+def test_other_heads_are_models_of_random_weights_and_each_group_has_its_rows(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        exactness_groups, "random_target", lambda heads: micro_target(num_attention_heads=heads).to_dict()
+    )
+    more = ("--heads", "2", "3", "--dtype", "float32", "bfloat16", "--tokens", "8", "--budgets", "5")
+    code, _ = run(models, tmp_path, *more)
+    said = capsys.readouterr().out
+    assert code == 0
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert all(row.status == "OK" for row in rows)
+    groups = dict.fromkeys((row.params["heads"], row.params["model"], row.params["dtype"]) for row in rows)
+    both = ("bfloat16", "float32")
+    assert list(groups) == [(heads, model, dtype) for dtype in both for heads, model in ((2, "pair"), (3, "random"))]
+    random = [row for row in rows if row.params["model"] == "random"]
+    assert [row.arm for row in random] == 2 * ["ar", "chain", "ddtree-b5"]
+    assert {row.params["drafter"] for row in random} == {"noisy"}
+    assert all(row.metrics["tokens_compared"] == 8 for row in random if row.arm != "ar")
+    assert "64 tokens and 80 rows of logits compared" in said
 
 
 def test_noisy_proposals_need_no_drafter(models, tmp_path):
@@ -190,9 +216,9 @@ def test_missing_rows_and_failing_runs_end_their_arm(models, tmp_path, capsys, f
 
 def test_a_time_box_ends_the_run_after_a_group(models, tmp_path, capsys):
     code, rows = run(models, tmp_path, "--seconds", "0")
-    assert code == 0
+    assert code == 3
     assert rows["chain"].metrics["tokens_compared"] == 8
-    assert "20 tokens were wanted; the run ended before" in capsys.readouterr().out
+    assert "20 tokens of each method were wanted; the time ended before" in capsys.readouterr().out
 
 
 def test_wrong_use_and_what_the_host_cannot(models, tmp_path, capsys):
@@ -200,8 +226,42 @@ def test_wrong_use_and_what_the_host_cannot(models, tmp_path, capsys):
     assert cli.main(["exactness", *out, "--models", str(tmp_path)]) == 2
     assert "target.kdtr" in capsys.readouterr().err
     assert cli.main(["exactness", *out, "--models", str(models), "--tokens", "0"]) == 2
-    assert cli.main(["exactness", *out, "--models", str(models), "--gemm", "cublas"]) in (1, 3)
+    cublas = ("exactness", *out, "--models", str(models), "--gemm", "cublas")
+    assert cli.main([*cublas]) == 2
+    assert "its heads were not chosen" in capsys.readouterr().err
+    assert cli.main([*cublas, "--heads", "2"]) in (1, 3)
     assert "cuBLAS" in str(capsys.readouterr())
+
+
+def test_what_exactness_costs_is_told_by_number_type_batch_and_method(models, tmp_path, monkeypatch, capsys):
+    """With the own products in the place of cuBLAS's, which the host has not."""
+    monkeypatch.setattr(exactness_cost, "SAMPLES", 2)
+    given: list[str] = []
+
+    def opened(*files: Any, gemm: str, **options: Any) -> Engine:
+        given.append(gemm)
+        return Engine.load(*files, gemm="row_invariant", **options)
+
+    parser = argparse.ArgumentParser()
+    exactness_groups.configure(parser)
+    out = ("--models", str(models), "--out", str(tmp_path / "rows.jsonl"), "--kind", "host", "--heads", "2")
+    sizes = ("--tokens", "8", "--new-tokens", str(NEW), "--batch", "2", "--budgets", "5", "--block-size", "3")
+    more = ("--gemm", "row-invariant", "cublas", "--dtype", "float32")
+    assert exactness_groups.command(parser.parse_args([*out, *sizes, *more]), opened) == 0
+    said = capsys.readouterr().out
+    assert given == ["row_invariant", "cublas"] * 2
+    rows = [row for row in records.read(tmp_path / "rows.jsonl") if "cost" in row.case]
+    assert list(dict.fromkeys(row.case for row in rows)) == [f"exactness/cost/float32/batch{batch}" for batch in (1, 2)]
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        assert row.timing is not None
+        assert (row.status, len(row.timing.samples_s)) == ("OK", 2)
+        tokens = 2 * NEW * int(row.params["batch"] or 0)
+        assert row.metrics["tokens_per_s"] == pytest.approx(tokens / sum(s or 0 for s in row.timing.samples_s))
+    table = said.split("What exactness costs")[1].splitlines()
+    assert [line.split()[:3] for line in table[2:]] == [
+        ["float32", str(batch), name] for batch in (1, 2) for name in ("ar", "chain", "ddtree-b5")
+    ]
 
 
 def test_differences_that_comparing_numbers_would_miss():
@@ -232,7 +292,7 @@ def test_units_and_groups():
     assert [u.sampling.temperature for u in found] == [0, 0, 0, 1, 1, 1, 1]
     assert [u.sampling.seed for u in found] == list(range(5, 12))
     assert found[3].name == "humaneval/0 pass 1"
-    assert [group_size(plan, vocab) for vocab in (23, 4096, 163_840, 10**9)] == [64, 64, 4, 1]
+    assert [most_requests(127, vocab) for vocab in (4096, 163_840, 10**9)] == [170, 4, 1]
 
 
 def test_the_shipped_prompts_come_in_turns(monkeypatch):
@@ -248,10 +308,13 @@ def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     sizes = ("--tokens", "512", "--new-tokens", "32", "--batch", "16", "--budgets", "16", "64")
     for drafter in ("dflash", "noisy"):
-        assert cli.main(["exactness", "--kind", "cuda", "--drafter", drafter, "--out", str(out), *sizes]) == 0
+        more = ("--drafter", drafter, "--gemm", "row-invariant", "--out", str(out))
+        assert cli.main(["exactness", "--kind", "cuda", *more, *sizes]) == 0
     rows = records.read(out)
-    assert len(rows) == 8
+    assert len(rows) == 2 * 3 * 2 * 4
     assert all(row.metrics["tokens"] == 512 for row in rows)
+    fast = [row for row in rows if row.params["dtype"] == "bfloat16"]
+    assert {row.params[path] for row in fast for path in ("products", "attention")} == {"tensor_cores"}
 
 
 @pytest.mark.gpu
@@ -260,11 +323,12 @@ def test_with_cublas_differences_are_told_and_are_no_regression(tmp_path, monkey
     monkeypatch.undo()
     out = tmp_path / "rows.jsonl"
     sizes = ("--tokens", "2048", "--new-tokens", "64", "--batch", "16", "--budgets", "16", "64")
-    assert cli.main(["exactness", "--kind", "cuda", "--gemm", "cublas", "--out", str(out), *sizes]) == 0
+    more = ("--gemm", "cublas", "--heads", "16", "--dtype", "float32", "--out", str(out))
+    assert cli.main(["exactness", "--kind", "cuda", *more, *sizes]) == 0
     said = capsys.readouterr().out
     with capsys.disabled():
         print(f"\n{said}")
-    for row in records.read(out)[1:]:
+    for row in records.read(out)[1:4]:
         assert (row.status, row.parity) == ("OK", None)
         found = {name: float(row.metrics[name] or 0) for name in ("rows_compared", "rows_differ", "tokens_differ")}
         for name, value in found.items():
