@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 BUDGETS = (7, 16, 32, 64, 128)
 SETS = ("humaneval", "mt_bench", "gsm8k", "heldout_code")
+DTYPES = ("float32", "bfloat16")  # of the engine
 GPU = "gpu"
 
 
@@ -63,6 +64,30 @@ class Decode:
     @property
     def cost(self) -> float:
         return 0.1 * self.prompts * self.max_new_tokens / 24 * (2 + sum(1 + budget / 60 for budget in self.budgets))
+
+
+@dataclass(frozen=True)
+class Native(Decode):
+    """Decodings of the engine alone, in a number type. Its trees are held against its own plain decoding, bit for bit,
+    and that against one pass of the reference."""
+
+    block_size: int = 16
+    budgets: tuple[int, ...] = (16, 32, 64, 128)
+    max_new_tokens: int = 128
+    staged: tuple[str, ...] = ("ar", "chain", *(f"ddtree-b{budget}" for budget in BUDGETS))
+    dtype: str = "float32"
+
+    @property
+    def id(self) -> str:
+        return f"{super().id}/{self.dtype}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return tuple(f"{GPU}-{arm.name}" for arm in self.decodings)
+
+    @property
+    def cost(self) -> float:
+        return self.prompts * self.max_new_tokens / 200
 
 
 @dataclass(frozen=True)
@@ -139,6 +164,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class NativeCurve(Curve):
+    """The same of the engine alone, in a number type."""
+
+    rows: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65, 129)
+    dtype: str = "float32"
+
+    @property
+    def id(self) -> str:
+        return f"{super().id}/{self.dtype}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return tuple(f"{GPU}-n{n}" for n in self.rows)
+
+    @property
+    def cost(self) -> float:
+        return 2.0
+
+
+@dataclass(frozen=True)
 class Replay:
     """The loops with an acceptance that is given, not found: recorded rounds, or `forced` draft nodes every round.
 
@@ -177,6 +222,13 @@ _QUICK: tuple[Case, ...] = (
     Curve(),
     Replay("humaneval"),
     Replay("humaneval", forced=3),
+    *(Native("humaneval", budgets=(16, 64), prompts=4, max_new_tokens=64, dtype=dtype) for dtype in DTYPES),
+    *(NativeCurve(dtype=dtype) for dtype in DTYPES),
+)
+# The engine's speed on the GPU: every set in both number types, and what N rows cost.
+_ENGINE: tuple[Case, ...] = (
+    *(Native(name, dtype=dtype) for dtype in DTYPES for name in SETS),
+    *(NativeCurve(prefix=prefix, dtype=dtype) for dtype in DTYPES for prefix in (128, 512)),
 )
 _FULL: tuple[Case, ...] = (
     *(Builder(block, budget, batch) for block in (8, 16) for budget in (*BUDGETS, 256) for batch in (1, 8, 64)),
@@ -188,6 +240,7 @@ _FULL: tuple[Case, ...] = (
     ),
     *(Curve((1, 8, 17, 33, 65, 129, 257), prefix) for prefix in (16, 128, 512)),
     *(Replay(name, forced=forced) for name in SETS for forced in (None, 0, 3, 7)),
+    *_ENGINE,
 )
 # What a GPU builds, up to batches that fill it; CPU arms stand beside it as far as they go.
 _TREES: tuple[Case, ...] = (
@@ -195,7 +248,7 @@ _TREES: tuple[Case, ...] = (
     *(Builder(16, budget, batch) for budget in (64, 256) for batch in (1, 128)),
     *(Logits(budget, batch) for budget in (64, 1024) for batch in (1, 8, 64, 128, 256)),
 )
-SUITES: dict[str, tuple[Case, ...]] = {"quick": _QUICK, "full": _FULL, "trees": _TREES}
+SUITES: dict[str, tuple[Case, ...]] = {"quick": _QUICK, "full": _FULL, "trees": _TREES, "engine": _ENGINE}
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datasets.evaluation import prompts
-from harness.cases import GPU, Arm, Chosen, Curve, digest
+from harness.cases import GPU, Arm, Chosen, Curve, NativeCurve, digest
 from harness.gpu_builders import NoGpuError
-from harness.parity import Check, check_tokens, combine, reason
+from harness.native import MARGINS
+from harness.parity import Check, check_choices, check_tokens, combine, reason
 from harness.records import Row
 from harness.systems import Bench
 from harness.timing import cpu_clock, interleave
@@ -38,11 +39,15 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
         [t for p in prompts.load("heldout_code") for t in p.tokens][: case.prefix + max(case.rows)], np.int32
     )
     case_hash = digest(case, bench.pair.digest, text.tobytes())
+    if isinstance(case, NativeCurve):
+        if not bench.is_done(chosen, case_hash):
+            yield from _native_rows(bench, chosen, case_hash, text[: case.prefix])
+        return
     native = {f"{GPU}-n{n}": n for n in case.rows} if GPU in chosen.arms and bench.engine is not None else {}
     if bench.is_done(replace(chosen, arms=(*(arm for arm in chosen.arms if arm != GPU), *native)), case_hash):
         return
     if GPU in chosen.arms:
-        yield from _native_rows(bench, case, case_hash, text[: case.prefix])
+        yield from _native_rows(bench, chosen, case_hash, text[: case.prefix])
     cache = target.new_cache(len(text))
     whole = target.forward(text, cache).logits[case.prefix :, : target.vocab_size]
     cache.commit(np.arange(case.prefix))
@@ -83,13 +88,16 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
             )
 
 
-def _native_rows(bench: Bench, case: Curve, case_hash: str, prefix: NDArray[np.int32]) -> Iterator[Row]:
+def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[np.int32]) -> Iterator[Row]:
     """The same of the engine: the verify stage of a first round with a tree of N-1 nodes, timed apart from the others.
 
     The trees are full ones of made-up lists. Choices are held against the reference's pass over the same tree.
     """
+    case = chosen.case
+    assert isinstance(case, Curve)
+    dtype = case.dtype if isinstance(case, NativeCurve) else "float32"
     try:
-        decoder = bench.need_engine()
+        decoder = bench.need_engine().of(dtype)
     except NoGpuError as error:
         yield from bench.not_run(case, "curve", [GPU], str(error), case_hash=case_hash)
         return
@@ -102,6 +110,8 @@ def _native_rows(bench: Bench, case: Curve, case_hash: str, prefix: NDArray[np.i
         return lambda: decoder.first_round(Arm("ddtree", n - 1), prompt, BLOCK, options, lists)
 
     counts = {f"{GPU}-n{n}": n for n in sorted({1, *case.rows})}
+    if isinstance(case, NativeCurve):
+        counts = {name: n for name, n in counts.items() if n == 1 or name in chosen.arms}
     arms = interleave(
         {name: call(n) for name, n in counts.items()},
         samples=10,
@@ -114,7 +124,9 @@ def _native_rows(bench: Bench, case: Curve, case_hash: str, prefix: NDArray[np.i
     for name, arm in arms.items():
         n, parity, why = counts[name], None, arm.failure
         if name in found:
-            parity = combine("a pass over the same tree", [check_verify(name, target, prefix, found[name])])
+            parity = combine(
+                "a pass over the same tree", [check_verify(name, target, prefix, found[name], MARGINS[dtype])]
+            )
             why = why or reason(parity)
             if found[name].nodes != n - 1:
                 why = f"{found[name].nodes + 1} rows were verified, {n} were asked for"
@@ -125,7 +137,7 @@ def _native_rows(bench: Bench, case: Curve, case_hash: str, prefix: NDArray[np.i
             name,
             against=None if n == 1 else f"{GPU}-n1",
             reason=why,
-            params={"rows": n, "prefix": case.prefix, "system": decoder.name},
+            params={"rows": n, "prefix": case.prefix, "system": decoder.name, "dtype": dtype},
             parity=parity,
             timing=arm.timing,
         )
@@ -138,8 +150,11 @@ def made_up_lists(depths: int, width: int) -> tuple[NDArray[np.int32], NDArray[n
     return np.tile(np.arange(width, dtype=np.int32), (depths, 1)), np.tile(lp, (depths, 1))
 
 
-def check_verify(unit: str, target: Any, prefix: NDArray[np.int32], done: Round) -> Check:
-    """The choices of a round right behind `prefix`, traced, against the target's own over the same tree."""
+def check_verify(unit: str, target: Any, prefix: NDArray[np.int32], done: Round, allowed: float) -> Check:
+    """The choices of a round right behind `prefix`, traced, against the target's own over the same tree.
+
+    allowed: margins below which they may differ.
+    """
     assert done.trace is not None
     tree = done.trace.tree
     cache = target.new_cache(len(prefix) + len(tree.tokens))
@@ -150,4 +165,4 @@ def check_verify(unit: str, target: Any, prefix: NDArray[np.int32], done: Round)
     logits = logits[:, : target.vocab_size]
     margins = choice_margins(logits, GREEDY, positions)
     truth = choose_rows(logits, GREEDY, positions)
-    return check_tokens(unit, truth, done.trace.choices, margin=lambda i: float(margins[i]))
+    return check_choices(unit, truth, done.trace.choices, margins, allowed)

@@ -1,13 +1,15 @@
 """The native engine among the decoders: its rows stand beside those of the reference, whose tokens it must give.
 
-A decoding is timed round by round on the host, whose wait for the device ends each round; prompts are read before.
-Stages are timed in a run of its own, which waits after each of them. Lists may be given in place of the drafter's.
+A decoding is timed by one pair of events around its rounds; prompts are read before. Stages are timed in a run of its
+own, on the host, which waits after each of them. Lists may be given in place of the drafter's.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,7 +26,7 @@ from engine.toolkit import BuildError
 from harness.cases import Arm
 from harness.environment import SmiClockReader, gpu_uuid
 from harness.gpu_builders import NoGpuError
-from harness.timing import Clock, ClockReader, Stages, WallClock, stages_of
+from harness.timing import Clock, ClockReader, CupyEvents, EventClock, Stages, WallClock, stages_of
 from reference.loop import Generation, Options, Round, Trace
 from reference.sampling import GREEDY
 from reference.topk import TopK
@@ -49,7 +51,27 @@ def open_decoder(models: Path, missing: str | None) -> EngineDecoder:
     if not card.usable:
         name = card.name.decode("utf-8", "replace")
         raise NoGpuError(f"the engine cannot be used: it was built for {library.architectures}, not for {name}")
-    return EngineDecoder(models, library, SmiClockReader(uuid=gpu_uuid()))
+    return EngineDecoder(models, library, SmiClockReader(uuid=gpu_uuid()), stream=_stream())
+
+
+def _stream() -> Any:
+    """A CuPy stream, for its events; None without CuPy."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return None
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Timed(Generation):
+    """measured_seconds: of the rounds from end to end, by the decoder's clock."""
+
+    measured_seconds: float = 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.measured_seconds
 
 
 class EngineDecoder:
@@ -58,20 +80,45 @@ class EngineDecoder:
     name = "engine"
     launch: Literal["eager", "graph"] | None = "eager"
 
-    def __init__(self, models: Path, library: Library, reader: ClockReader | None = None, prefill_rows: int = 0):
-        """prefill_rows: prompt rows in one pass, 0: as the engine likes."""
-        self.clock: Clock = WallClock()
-        self.reader = reader
-        self._models, self._library, self._prefill_rows = models, library, prefill_rows
+    def __init__(
+        self,
+        models: Path,
+        library: Library,
+        reader: ClockReader | None = None,
+        prefill_rows: int = 0,
+        *,
+        stream: Any = None,
+        dtype: str = "float32",
+    ):
+        """prefill_rows: prompt rows in one pass, 0: as the engine likes. stream: of CuPy, its events are the clock."""
+        self.clock: Clock = WallClock() if stream is None else EventClock(CupyEvents(stream))
+        self.reader, self.dtype = reader, dtype
+        self._models, self._library, self._prefill_rows, self._stream = models, library, prefill_rows, stream
         self._engines: dict[int, tuple[Engine, int]] = {}
+        self._siblings: dict[str, EngineDecoder] = {dtype: self}
 
-    def decode(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> Generation:
-        """Decode one prompt. Rounds carry traces and no stages. Raises EngineError, RequestError."""
-        with self._run(arm, prompt, block_size, options, keep_traces=True) as run:
-            active = run.prefill()
-            while active:
-                active = run.round()
-            return _finished(run)
+    def of(self, dtype: str) -> EngineDecoder:
+        """The same models in a number type."""
+        if dtype not in self._siblings:
+            self._siblings[dtype] = type(self)(
+                self._models, self._library, self.reader, self._prefill_rows, stream=self._stream, dtype=dtype
+            )
+        return self._siblings[dtype]
+
+    def decode(
+        self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, *, keep_traces: bool = True
+    ) -> Generation:
+        """Decode one prompt. Rounds carry traces, which take time, and no stages. Raises EngineError, RequestError."""
+        with self._run(arm, prompt, block_size, options, keep_traces=keep_traces) as run:
+            return self._finish(run)
+
+    def _finish(self, run: Run) -> Generation:
+        active = run.prefill()
+        start = self.clock.mark()
+        while active:
+            active = run.round()
+        seconds = self.clock.seconds(start, self.clock.mark())
+        return Timed(**vars(_finished(run)), measured_seconds=seconds)
 
     def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
         """Decode one prompt stage by stage, and its time by stage. Raises EngineError, RequestError."""
@@ -88,10 +135,7 @@ class EngineDecoder:
     def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
         """Decode one prompt with these lists in place of what the drafter says, which works for nothing."""
         with self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists, full_cost=True) as run:
-            active = run.prefill()
-            while active:
-                active = run.round()
-            return _finished(run)
+            return self._finish(run)
 
     def first_round(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Round:
         """The first round with these lists, the target working alone: its seconds by stage, and its trace."""
@@ -125,7 +169,13 @@ class EngineDecoder:
         )
         rows = len(prompt) + request.max_new_tokens + arm.budget
         engine = self._engine(block_size, rows, arm.budget)
-        return engine.run([request], cast(Method, arm.method), keep_traces=keep_traces, full_cost=full_cost)
+        return engine.run(
+            [request],
+            cast(Method, arm.method),
+            keep_traces=keep_traces,
+            full_cost=full_cost,
+            stream=0 if self._stream is None else self._stream.ptr,
+        )
 
     def _engine(self, block_size: int, rows: int, budget: int) -> Engine:
         held, capacity = self._engines.get(block_size, (None, 0))
@@ -141,6 +191,7 @@ class EngineDecoder:
             capacity=capacity,
             max_budget=budget,
             block_size=block_size,
+            dtype=self.dtype,
             prefill_rows=self._prefill_rows,
             library=self._library,
         )

@@ -131,6 +131,32 @@ def check_tokens(
     return Check(unit, index + 1, difference, least is not None and least < MARGIN, case)
 
 
+def check_choices(
+    unit: str,
+    expected: ArrayLike,
+    actual: ArrayLike,
+    margins: ArrayLike,
+    allowed: float,
+    *,
+    seed: int | None = None,
+) -> Check:
+    """Compare choices [n] that one pass over `actual` made with those that it was made of.
+
+    margins [n]: of the expected ones. Where choices differ at margins below `allowed` only, the unit is near. Told is
+    the difference of the largest margin.
+    """
+    truth, found, sure = _integers(expected, "expected"), _integers(actual, "actual"), np.asarray(margins)
+    if len(truth) != len(found):
+        raise ValueError(f"{unit}: {len(found)} choices, the pass made {len(truth)}")
+    differ = np.flatnonzero(truth != found)
+    if not len(differ):
+        return Check(unit, len(truth))
+    index = int(differ[sure[differ].argmax()])
+    margin = float(sure[index])
+    difference = Difference("tokens", unit, None, index, int(truth[index]), int(found[index]), seed, margin)
+    return Check(unit, len(truth), difference, margin < allowed)
+
+
 def target_margin(
     target: Target, prompt: ArrayLike, expected: ArrayLike, sampling: SamplingParams = GREEDY
 ) -> Callable[[int], float]:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from harness import builders, curve, logits, records, replay, runners
-from harness.cases import Builder, Chosen, Curve, Decode, Logits, Replay
+from harness import builders, curve, logits, native, records, replay, runners
+from harness.cases import Builder, Chosen, Curve, Decode, Logits, Native, Replay
 from harness.compare import Comparison
 from harness.console import say
 from harness.records import Row
@@ -69,6 +69,8 @@ class Progress:
 def measure(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambda _: None) -> Iterator[Row]:
     """The rows of one case."""
     match chosen.case:
+        case Native():
+            return native.rows(bench, chosen, progress)
         case Decode():
             return runners.rows(bench, chosen, progress)
         case Builder():

@@ -32,7 +32,7 @@ from harness.parity import (
     reason,
     target_margin,
 )
-from harness.records import RecordedTree, Row, Timing
+from harness.records import RecordedTree, Row, Scalar, Timing
 from harness.systems import Bench, Decoder
 from harness.timing import Stages, interleave, staged_timing
 from reference.loop import Generation, Options, Round, tau
@@ -43,32 +43,25 @@ STAGED_TRIES = 3  # a neighbour may disturb the moments between two stages, but 
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """One prompt of a case."""
 
     prompt: Prompt
     sampling: SamplingParams
 
 
-def units(case: Decode, seed: int) -> list[_Unit]:
+def units(case: Decode, seed: int) -> list[Unit]:
     """The prompts of a case with their draws; `seed` shifts those of every prompt."""
     chosen = prompts.subset(prompts.load(case.set), case.prompts)
     draws = [prompt_sampling(prompt, case.temperature) for prompt in chosen]
-    return [_Unit(p, replace(d, seed=(d.seed + seed) % 2**64)) for p, d in zip(chosen, draws, strict=True)]
+    return [Unit(p, replace(d, seed=(d.seed + seed) % 2**64)) for p, d in zip(chosen, draws, strict=True)]
 
 
 def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambda _: None) -> Iterator[Row]:
     """The rows of a decoding case. progress(share) is called while it runs."""
     case = chosen.case
     assert isinstance(case, Decode)
-    params = {
-        "dataset": case.set,
-        "block_size": case.block_size,
-        "depth_limit": case.block_size - 1,
-        "temperature": case.temperature,
-        "max_new_tokens": case.max_new_tokens,
-        "batch": 1,
-    }
+    params = params_of(case)
     try:
         pair = bench.pair
     except FileNotFoundError as error:
@@ -86,7 +79,7 @@ def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambd
     arms = {arm.name: arm for arm in case.decodings if arm == AR or arm.name in chosen.arms}
     truth: dict[int, Generation] | None = None
     if arms.keys() != {AR.name} or AR.name in chosen.arms:
-        run = _Run(bench, case, case_hash, params, held, arms, bench.decoder)
+        run = Run(bench, case, case_hash, params, held, arms, bench.decoder)
         yield from run.rows(progress)
         truth = run.found[AR.name]
     if GPU not in chosen.arms:
@@ -100,14 +93,26 @@ def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambd
     except NoGpuError as error:
         yield from bench.not_run(case, "decode", [GPU], str(error), case_hash=case_hash, params=params)
         return
-    yield from _Run(bench, case, case_hash, params, held, native, decoder, truth).rows(progress)
+    yield from Run(bench, case, case_hash, params, held, native, decoder, truth).rows(progress)
 
 
-def _decode(bench: Bench, decoder: Decoder, case: Decode, arm: Arm, unit: _Unit) -> Generation:
-    return decoder.decode(arm, unit.prompt.tokens, case.block_size, _options(bench, case, unit))
+def params_of(case: Decode) -> dict[str, Scalar]:
+    """What all rows of a case share."""
+    return {
+        "dataset": case.set,
+        "block_size": case.block_size,
+        "depth_limit": case.block_size - 1,
+        "temperature": case.temperature,
+        "max_new_tokens": case.max_new_tokens,
+        "batch": 1,
+    }
 
 
-def _options(bench: Bench, case: Decode, unit: _Unit) -> Options:
+def _decode(bench: Bench, decoder: Decoder, case: Decode, arm: Arm, unit: Unit) -> Generation:
+    return decoder.decode(arm, unit.prompt.tokens, case.block_size, options_of(bench, case, unit))
+
+
+def options_of(bench: Bench, case: Decode, unit: Unit) -> Options:
     return {
         "max_new_tokens": case.max_new_tokens,
         "sampling": unit.sampling,
@@ -115,7 +120,7 @@ def _options(bench: Bench, case: Decode, unit: _Unit) -> Options:
     }
 
 
-class _Run:
+class Run:
     """The measurement of one case by one decoder: arms by the names of their rows, the first of them plain decoding.
 
     truth: what the reference decodes, by prompt; None where `decoder` is the reference, whose plain decoding is then
@@ -128,7 +133,7 @@ class _Run:
         case: Decode,
         case_hash: str,
         params: Mapping[str, Any],
-        held: Sequence[_Unit],
+        held: Sequence[Unit],
         arms: Mapping[str, Arm],
         decoder: Decoder,
         truth: Mapping[int, Generation] | None = None,
@@ -155,7 +160,7 @@ class _Run:
             self.found[name][now[0]] = result
 
         measured = interleave(
-            {name: self._call(arm, now) for name, arm in self.arms.items()},
+            {name: self._call(name, now) for name in self.arms},
             samples=len(self.held),
             clock=self.decoder.clock,
             launch=self.decoder.launch,
@@ -186,8 +191,12 @@ class _Run:
                     yield self._measured_row(name, suffix, numbers, ratios, measured)
         yield from self._staged(measured)
 
-    def _call(self, arm: Arm, now: list[int]) -> Callable[[], Generation]:
-        return lambda: _decode(self.bench, self.decoder, self.case, arm, self.held[now[0]])
+    def _call(self, name: str, now: list[int]) -> Callable[[], Generation]:
+        return lambda: self._decode(name, now[0])
+
+    def _decode(self, name: str, i: int) -> Generation:
+        """One prompt, as it is timed."""
+        return _decode(self.bench, self.decoder, self.case, self.arms[name], self.held[i])
 
     def _true(self, i: int) -> tuple[int, ...]:
         """The tokens that every arm must give."""
@@ -209,7 +218,7 @@ class _Run:
         parity = combine(truth, checks, self.bench.folder, label)
         samples = _some(measured[name].timing, measured[name].numbers, numbers)
         base = _some(measured[self.base].timing, measured[self.base].numbers, numbers)
-        metrics, nulls = self._metrics(results, samples, base)
+        metrics, nulls = self._metrics(name, results, samples, base)
         metrics |= {"distinct8": float(np.mean([ratios[i] for i in numbers])), "prompts": len(numbers)}
         return self._row(
             name,
@@ -270,13 +279,14 @@ class _Run:
                 )
 
     def _metrics(
-        self, results: Sequence[Generation], samples: Timing, base: Timing
+        self, name: str, results: Sequence[Generation], samples: Timing, base: Timing
     ) -> tuple[dict[str, float | int | None], dict[str, str]]:
         rounds = [r for result in results for r in result.rounds]
         decode_s = sum(s for s in samples.samples_s if s is not None)
         tokens = sum(len(result.tokens) for result in results)
         means = [result.tau for result in results if result.rounds]
-        draft, verify = (_mean_stage(rounds, stage) for stage in ("draft", "verify"))
+        staged = self._staged_rounds(name, rounds)
+        draft, verify = (_mean_stage(staged, stage) for stage in ("draft", "verify"))
         numbers = {
             "tau": stats.Number(tau(rounds)),
             "tau_mean": stats.Number(float(np.mean(means)) if means else None, "no rounds"),
@@ -293,16 +303,20 @@ class _Run:
             faster.value, tau(rounds), step.value, draft.value, verify.value
         )
         metrics: dict[str, float | int | None] = {"rounds": len(rounds), "tokens": tokens}
-        metrics |= {name: number.value for name, number in numbers.items()}
+        metrics |= {key: number.value for key, number in numbers.items()}
         nulls = {f"metrics.{n}": v.reason or "not finite" for n, v in numbers.items() if v.value is None}
         return metrics, nulls
+
+    def _staged_rounds(self, name: str, rounds: Sequence[Round]) -> Sequence[Round]:
+        """Rounds of an arm that tell their time by stage, if any do."""
+        return rounds
 
     def _staged(self, measured: Mapping[str, timing.Arm]) -> Iterator[Row]:
         """One more decoding of the first prompt for each staged arm, its time split into stages."""
         for name, arm in self.arms.items():
             if arm.name not in self.case.staged or measured[name].failure is not None:
                 continue
-            result, stages = self._split(arm)
+            result, stages = self._split(name)
             unit, truth = self.held[0], self._true(0)
             margin = target_margin(self.bench.pair.target, unit.prompt.tokens, np.array(truth), unit.sampling)
             check = check_tokens(unit.prompt.id, truth, result.tokens, seed=unit.sampling.seed, margin=margin)
@@ -322,9 +336,10 @@ class _Run:
                 stages=stages.seconds,
             )
 
-    def _split(self, arm: Arm) -> tuple[Generation, Stages]:
+    def _split(self, name: str) -> tuple[Generation, Stages]:
         """The first prompt decoded, and its time by stage; anew where something else than a stage took time."""
-        options = _options(self.bench, self.case, self.held[0])
+        arm = self.arms[name]
+        options = options_of(self.bench, self.case, self.held[0])
         for _ in range(STAGED_TRIES):
             result, stages = self.decoder.split(arm, self.held[0].prompt.tokens, self.case.block_size, options)
             if stages.problem is None:
@@ -335,9 +350,13 @@ class _Run:
         """The first round of a prompt, and the one that accepted most."""
         if self.arms[name].budget not in TREE_BUDGETS:
             return ()
-        done = self.found[name][i].rounds
+        done = self._with_traces(name, i).rounds
         best = max(range(len(done)), key=lambda n: done[n].accepted, default=0)
         return tuple(self._tree(i, n, done[n]) for n in sorted({0, best}) if n < len(done) and done[n].trace)
+
+    def _with_traces(self, name: str, i: int) -> Generation:
+        """A decoding whose rounds can be looked at."""
+        return self.found[name][i]
 
     def _tree(self, i: int, number: int, done: Round) -> RecordedTree:
         assert done.trace is not None

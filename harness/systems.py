@@ -38,7 +38,17 @@ class Decoder(Protocol):
 
 
 class NativeDecoder(Decoder, Protocol):
-    """A decoder that takes lists in place of its drafter's."""
+    """A decoder of several number types that takes lists in place of its drafter's."""
+
+    dtype: str
+
+    def of(self, dtype: str) -> NativeDecoder:
+        """The same in a number type."""
+
+    def decode(
+        self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, *, keep_traces: bool = True
+    ) -> Generation:
+        """Decode one prompt. Traces take time."""
 
     def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
         """Decode one prompt with lists that are given, the drafter working for nothing."""

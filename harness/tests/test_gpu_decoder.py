@@ -100,17 +100,17 @@ def test_the_engine_alone_is_held_against_the_reference_too(library, models, tmp
 
 
 class Forbidden(EngineDecoder):
-    def decode(self, *_: Any) -> Generation:
+    def decode(self, *_: Any, **__: Any) -> Generation:
         raise AssertionError("this was measured already")
 
 
 class Wrong(EngineDecoder):
     """Its chain ends with another token; its trees fail."""
 
-    def decode(self, arm: Arm, prompt: Any, block_size: int, options: Options) -> Generation:
+    def decode(self, arm: Arm, prompt: Any, block_size: int, options: Options, **more: Any) -> Generation:
         if arm.method == "ddtree":
             raise SizeError("kdtree_run_create: no room")
-        made = super().decode(arm, prompt, block_size, options)
+        made = super().decode(arm, prompt, block_size, options, **more)
         if arm.method == "chain":
             made = dataclasses.replace(made, tokens=(*made.tokens[:-1], made.tokens[-1] ^ 1))
         return made

@@ -99,7 +99,7 @@ def test_a_forced_acceptance_is_what_the_engine_does(library, run):
 
 
 class Forbidden(EngineDecoder):
-    def decode(self, *_: Any) -> Generation:
+    def decode(self, *_: Any, **__: Any) -> Generation:
         raise AssertionError("this was measured already")
 
     def replay(self, *_: Any) -> Generation:
@@ -186,7 +186,7 @@ def test_the_engine_verifies_n_rows_and_is_timed_in_that_stage_alone(library, ru
         row = rows[f"gpu-n{n}"]
         assert (row.status, row.reason) == ("OK", None)
         assert row.against == (None if n == 1 else "gpu-n1")
-        assert row.params == {"rows": n, "prefix": 3, "system": "engine"}
+        assert row.params == {"rows": n, "prefix": 3, "system": "engine", "dtype": "float32"}
         assert row.case_hash == rows["n1"].case_hash
         assert row.parity is not None
         assert row.parity.compared == n
@@ -250,7 +250,7 @@ def test_without_a_gpu_one_row_says_why(run, case):
 
 def test_a_plain_decoding_that_fails_is_told(library, run):
     class Silent(EngineDecoder):
-        def decode(self, *_: Any) -> Generation:
+        def decode(self, *_: Any, **__: Any) -> Generation:
             raise SizeError("no room")
 
     code, rows = run(FORCED, opened(library, Silent), "-k", "gpu")

@@ -1,0 +1,148 @@
+"""Decodings and verify costs of the engine alone, in both number types, with the host library in the GPU's place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datasets.evaluation import prompts
+from datasets.evaluation.prompts import Prompt
+from engine.abi import Library
+from engine.tests.backends import open_ops
+from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
+from harness import cases, cli, parity, records
+from harness.cases import DTYPES, GPU, Arm, Native, NativeCurve
+from harness.gpu_builders import NoGpuError
+from harness.gpu_decoder import EngineDecoder
+from harness.records import Row
+from harness.systems import Systems
+from reference.loop import Generation, Options
+from reference.tests.models import random_weights
+
+CASES = tuple(Native("humaneval", 3, budgets=(3,), prompts=1, max_new_tokens=3, dtype=dtype) for dtype in DTYPES)
+ARMS = ("gpu-ar", "gpu-chain", "gpu-ddtree-b3")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short cases with short prompts, whose outputs, short as they are, do not count as looping."""
+    curves = tuple(NativeCurve((1, 4), prefix=3, dtype=dtype) for dtype in DTYPES)
+    monkeypatch.setitem(cases.SUITES, "engine", (*CASES, *curves))
+    load = prompts.load
+
+    def small(name: str) -> tuple[Prompt, ...]:
+        found = load(name)[:3]
+        return tuple(dataclasses.replace(p, tokens=tuple(t % VOCABULARY for t in p.tokens[:6])) for p in found)
+
+    monkeypatch.setattr(prompts, "load", small)
+    monkeypatch.setattr("harness.runners.distinct_ratio", lambda tokens: 1.0)
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return open_ops("host").library
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    for name, config in (("target", micro_target()), ("drafter", micro_drafter())):
+        write_model(folder / f"{name}.kdtr", config, random_weights(config))
+    return folder
+
+
+def run(folder: Path, models: Path, engine: Callable[..., Any], *more: str) -> tuple[int, list[Row]]:
+    arguments = ("run", "--suite", "engine", "--out", str(folder), "--models", str(models), *more)
+    return cli.main(arguments, Systems(engine=engine)), records.read(folder / "rows.jsonl")
+
+
+def opened(library: Library, kind: type[EngineDecoder] = EngineDecoder) -> Callable[..., EngineDecoder]:
+    return lambda folder, missing: kind(folder, library, prefill_rows=6)
+
+
+def test_every_arm_is_held_against_the_engines_own_plain_decoding_in_its_type(library, models, tmp_path, capsys):
+    code, rows = run(tmp_path, models, opened(library))
+    said = capsys.readouterr().out
+    assert code == 0
+    decoded = {(row.params["dtype"], row.arm): row for row in rows if row.block == "decode"}
+    assert list(decoded) == [(dtype, arm) for dtype in DTYPES for arm in ARMS]
+    for (dtype, arm), row in decoded.items():
+        assert row.status == "OK", row.reason
+        assert row.case == f"decode/humaneval/block3/greedy/{dtype}"
+        assert row.parity is not None
+        assert row.parity.differences == 0
+        assert row.against == (None if arm == "gpu-ar" else "gpu-ar")
+        assert row.parity.against == ("one pass over the whole output" if arm == "gpu-ar" else "ar")
+        for name in ("tau", "tokens_per_s", "draft_s", "verify_s", "loop_efficiency"):
+            assert (row.metrics[name] or 0) > 0
+    tokens = {dtype: decoded[dtype, "gpu-ddtree-b3"].metrics["tokens"] for dtype in DTYPES}
+    assert set(tokens.values()) == {3}
+    staged = [row for row in rows if row.block == "stage"]
+    assert [(row.params["dtype"], row.arm) for row in staged] == [(d, a) for d in DTYPES for a in ARMS[:2]]
+    assert all(list(row.stages or ()) == ["draft", "tree_build", "verify", "commit", "other"] for row in staged)
+    curve = {(row.params["dtype"], row.params["rows"]): row for row in rows if row.block == "curve"}
+    assert list(curve) == [(dtype, n) for dtype in DTYPES for n in (1, 4)]
+    assert all(row.status == "OK" for row in curve.values()), [row.reason for row in curve.values()]
+    assert "dtype bfloat16" in " ".join(said.split())
+    code, again = run(tmp_path, models, opened(library, Forbidden), "--resume")
+    assert (code, again) == (0, rows)
+
+
+class Forbidden(EngineDecoder):
+    def _run(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("this was measured already")
+
+
+class Wrong(EngineDecoder):
+    """bf16 trees end with another token, and so does plain decoding in float32."""
+
+    def decode(self, arm: Arm, prompt: Any, block_size: int, options: Options, **more: Any) -> Generation:
+        made = super().decode(arm, prompt, block_size, options, **more)
+        if (self.dtype, arm.method) in {("bfloat16", "ddtree"), ("float32", "ar")}:
+            made = dataclasses.replace(made, tokens=(*made.tokens[:-1], made.tokens[-1] ^ 1))
+        return made
+
+
+def test_another_token_is_no_rounding(library, models, tmp_path):
+    """In the trees no margin excuses it; in plain decoding the reference's does where it is small enough."""
+    code, rows = run(tmp_path, models, opened(library, Wrong), "-k", "decode")
+    assert code == 1
+    bad = {(row.params["dtype"], row.arm): row for row in rows if row.status == "INVALID" and row.block == "decode"}
+    assert {key for key in bad if key[0] == "bfloat16"} == {("bfloat16", "gpu-ddtree-b3")}
+    assert "parity with one pass over the whole output" in str(bad["float32", "gpu-ar"].reason)
+    assert {arm for dtype, arm in bad if dtype == "float32"} == set(ARMS)
+
+
+def test_arms_are_chosen_by_name_and_plain_decoding_comes_along(library, models, tmp_path):
+    code, rows = run(tmp_path, models, opened(library), "-k", "b3 and bfloat16")
+    assert code == 0
+    assert [row.arm for row in rows if row.block == "decode"] == ["gpu-ar", "gpu-ddtree-b3"]
+
+
+def test_without_a_gpu_one_row_of_each_case_says_why(models, tmp_path):
+    def absent(folder: Path, missing: str | None) -> EngineDecoder:
+        raise NoGpuError("the driver is asleep")
+
+    code, rows = run(tmp_path, models, absent)
+    assert code == 3
+    assert [(row.block, row.arm) for row in rows] == 2 * [("decode", GPU)] + 2 * [("curve", GPU)]
+    assert {(row.status, row.reason) for row in rows} == {("NOT_RUN", "the driver is asleep")}
+
+
+def test_choices_that_differ_are_told_by_their_largest_margin():
+    margins = (1.0, 0.2, 0.4, 3.0)
+    assert parity.check_choices("x", [1, 2, 3, 4], [1, 2, 3, 4], margins, 0.5).difference is None
+    near = parity.check_choices("x", [1, 2, 3, 4], [1, 9, 8, 4], margins, 0.5)
+    assert near.near
+    assert near.difference is not None
+    assert (near.compared, near.difference.index, near.difference.margin) == (4, 2, 0.4)
+    far = parity.check_choices("x", [1, 2, 3, 4], [7, 9, 8, 4], margins, 0.5)
+    assert not far.near
+    assert far.difference is not None
+    assert (far.difference.index, far.difference.expected, far.difference.actual) == (0, 1, 7)
+    with pytest.raises(ValueError, match="3 choices, the pass made 4"):
+        parity.check_choices("x", [1, 2, 3, 4], [1, 2, 3], margins, 0.5)
