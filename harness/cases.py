@@ -211,7 +211,32 @@ class Replay:
         return 0.08 * self.repeats * self.max_new_tokens / 24 * (2 + self.budget / 40)
 
 
-Case = Decode | Builder | Logits | Curve | Replay
+@dataclass(frozen=True)
+class Slice:
+    """A few layers of a published target at full width, with random weights: decoding and passes of the engine."""
+
+    model: str = "kimi-k2"
+    layers: int = 3
+    rows: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65, 129)
+    budgets: tuple[int, ...] = (16, 64)
+    prefix: int = 1024
+    dtype: str = "bfloat16"
+
+    @property
+    def id(self) -> str:
+        return f"slice/{self.model}/layers{self.layers}/prefix{self.prefix}/{self.dtype}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        trees = (f"{GPU}-ddtree-b{budget}" for budget in self.budgets)
+        return (f"{GPU}-ar", *trees, *(f"{GPU}-n{n}" for n in self.rows))
+
+    @property
+    def cost(self) -> float:
+        return 20.0
+
+
+Case = Slice | Decode | Builder | Logits | Curve | Replay
 
 _QUICK: tuple[Case, ...] = (
     *(Builder(8, budget) for budget in (*BUDGETS, 256)),
@@ -248,7 +273,14 @@ _TREES: tuple[Case, ...] = (
     *(Builder(16, budget, batch) for budget in (64, 256) for batch in (1, 128)),
     *(Logits(budget, batch) for budget in (64, 1024) for batch in (1, 8, 64, 128, 256)),
 )
-SUITES: dict[str, tuple[Case, ...]] = {"quick": _QUICK, "full": _FULL, "trees": _TREES, "engine": _ENGINE}
+_SLICE: tuple[Case, ...] = (Slice(), Slice(prefix=8192))
+SUITES: dict[str, tuple[Case, ...]] = {
+    "quick": _QUICK,
+    "full": _FULL,
+    "trees": _TREES,
+    "engine": _ENGINE,
+    "slice": _SLICE,
+}
 
 
 @dataclass(frozen=True)

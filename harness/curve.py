@@ -143,9 +143,9 @@ def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[n
         )
 
 
-def made_up_lists(depths: int, width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """ids, lp [L, K] whose trees grow in breadth and depth: ids from 0 on, each a little less likely than the last."""
-    values = -0.05 * np.arange(width)
+def made_up_lists(depths: int, width: int, slope: float = 0.05) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """ids, lp [L, K] whose trees grow in breadth and depth: ids from 0 on, each `slope` less likely than the last."""
+    values = -slope * np.arange(width)
     lp = (values - np.log(np.exp(values).sum()) - 1e-3).astype(np.float32)
     return np.tile(np.arange(width, dtype=np.int32), (depths, 1)), np.tile(lp, (depths, 1))
 

@@ -119,12 +119,19 @@ def _other_builders(measured: Measured) -> Section:
 
 
 def _replay(measured: Measured) -> Section:
-    headers = ("<dataset", "<acceptance", "<decoding", "tau", "rounds", "ms", "speed-up [95 %]", "<status")
+    names = ("<dataset", "<acceptance", "<decoding", "tau", "rounds", "ms", "speed-up [95 %]", "loop eff.", "<status")
     tables = []
     for heading, members in grouped(measured.block("replay"), measured, {*SHARED, "acceptance"}).items():
         notes, lines = Notes(), []
         for row in members:
             explain(notes, row)
+            if row.status == "OK" and "roofline_share" in row.metrics:
+                step, read = show(metric(row, "step_s"), 1e3), show(metric(row, "bytes"), 1e-9)
+                notes.add(
+                    place_of(row),
+                    f"{step} ms a token, which reads {read} GB: {_roofline(row)} % of the memory's roofline, a copy's "
+                    f"{show(metric(row, 'copy_bytes_per_s'), 1e-12)} TB/s",
+                )
             lines.append(
                 Line(
                     (
@@ -135,12 +142,13 @@ def _replay(measured: Measured) -> Section:
                         cell(row, metric(row, "rounds")),
                         show_speed(row, median(row), 1e3),
                         cell(row, faster(measured.base(row), row), show_interval) if method(row) != "ar" else NONE,
+                        cell(row, metric(row, "loop_efficiency")) if "loop_efficiency" in row.metrics else NONE,
                         status(row),
                     ),
                     mark(measured, row),
                 )
             )
-        tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
+        tables.append(Table(heading, columns(*names), tuple(lines), notes.sentences()))
     text = "The models do their full work, what they say is replaced. No claim of lossless output is made here."
     return Section("Replay: acceptance given, not found", (text,), tuple(tables))
 
@@ -204,10 +212,12 @@ def acceptance(row: Row) -> list[float]:
 
 
 def _curve(measured: Measured) -> Section:
-    headers = ("rows N", "ms", "T_verify(N)/T_AR [95 %]", "<equal", "<status")
     tables = []
     for heading, members in grouped(measured.block("curve"), measured, {*SHARED, "rows"}).items():
         notes, lines = Notes(), []
+        more = any("experts_per_layer" in row.metrics for row in members)
+        extra = ("experts/layer", "% roofline") if more else ()
+        headers = ("rows N", "ms", "T_verify(N)/T_AR [95 %]", *extra, "<equal", "<status")
         for row in members:
             explain(notes, row)
             lines.append(
@@ -216,6 +226,7 @@ def _curve(measured: Measured) -> Section:
                         str(row.params.get("rows", arm_label(row))),
                         show_speed(row, median(row), 1e3),
                         cell(row, verify_cost(measured, row), show_interval),
+                        *([cell(row, metric(row, "experts_per_layer")), _roofline(row)] if more else []),
                         equal(row),
                         status(row),
                     ),
@@ -224,6 +235,11 @@ def _curve(measured: Measured) -> Section:
             )
         tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
     return Section("Cost of verifying N rows at once", tables=tuple(tables))
+
+
+def _roofline(row: Row) -> str:
+    """Share of the time that reading the pass's bytes takes at the speed of a copy."""
+    return show(metric(row, "roofline_share"), 100) if row.status == "OK" else NONE
 
 
 def verify_cost(measured: Measured, row: Row) -> Number:

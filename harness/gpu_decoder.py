@@ -93,7 +93,8 @@ class EngineDecoder:
         """prefill_rows: prompt rows in one pass, 0: as the engine likes. stream: of CuPy, its events are the clock."""
         self.clock: Clock = WallClock() if stream is None else EventClock(CupyEvents(stream))
         self.reader, self.dtype = reader, dtype
-        self._models, self._library, self._prefill_rows, self._stream = models, library, prefill_rows, stream
+        self.library, self.stream = library, stream
+        self._models, self._prefill_rows = models, prefill_rows
         self._engines: dict[int, tuple[Engine, int]] = {}
         self._siblings: dict[str, EngineDecoder] = {dtype: self}
 
@@ -101,7 +102,7 @@ class EngineDecoder:
         """The same models in a number type."""
         if dtype not in self._siblings:
             self._siblings[dtype] = type(self)(
-                self._models, self._library, self.reader, self._prefill_rows, stream=self._stream, dtype=dtype
+                self._models, self.library, self.reader, self._prefill_rows, stream=self.stream, dtype=dtype
             )
         return self._siblings[dtype]
 
@@ -174,7 +175,7 @@ class EngineDecoder:
             cast(Method, arm.method),
             keep_traces=keep_traces,
             full_cost=full_cost,
-            stream=0 if self._stream is None else self._stream.ptr,
+            stream=0 if self.stream is None else self.stream.ptr,
         )
 
     def _engine(self, block_size: int, rows: int, budget: int) -> Engine:
@@ -193,7 +194,7 @@ class EngineDecoder:
             block_size=block_size,
             dtype=self.dtype,
             prefill_rows=self._prefill_rows,
-            library=self._library,
+            library=self.library,
         )
         self._engines[block_size] = made, capacity
         return made

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from datasets.evaluation.pair import Pair
+from engine.abi import Library
 from harness import builders, gpu_builders, gpu_decoder
 from harness.cases import GPU, Arm, Case, Chosen, digest
 from harness.environment import CHECKOUT
@@ -41,6 +42,8 @@ class NativeDecoder(Decoder, Protocol):
     """A decoder of several number types that takes lists in place of its drafter's."""
 
     dtype: str
+    library: Library
+    stream: Any  # of CuPy, None without a GPU
 
     def of(self, dtype: str) -> NativeDecoder:
         """The same in a number type."""

@@ -26,7 +26,7 @@ def weights(config: ModelConfig | DrafterConfig) -> dict[str, np.ndarray]:
         unit = (words.view(np.int32).reshape(-1)[:count] >> 8).astype(np.float32) * np.float32(2**-23)
         centre, variance = (1.0, 0.04) if name.endswith("norm.weight") else (0.0, 2.25 / shape[-1])
         if name.endswith("e_score_correction_bias"):
-            variance = 0.04
+            variance = 0.0004
         elif name.endswith("embed_tokens.weight"):
             variance = 1.0
         made[name] = (np.float32(centre) + np.float32(np.sqrt(3 * variance)) * unit).reshape(shape)

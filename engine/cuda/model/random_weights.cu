@@ -1,6 +1,4 @@
 // Random weights: element i is word i % 4 of Philox at (i / 4, number of the tensor), uniform around a centre.
-#include "model/random_weights.h"
-
 #include <algorithm>
 #include <cmath>
 
@@ -9,6 +7,7 @@
 #include "kernels/bf16.h"
 #include "model/config.h"
 #include "model/memory.h"
+#include "model/random_weights.h"
 
 namespace kdtree {
 namespace {
@@ -48,8 +47,8 @@ float reach(double variance) { return static_cast<float>(std::sqrt(3.0 * varianc
 }  // namespace
 
 TensorMap random_weights(TensorMap tensors, const std::string& kind, uint64_t seed) {
-  const auto shapes = kind == "model" ? TargetConfig::read(tensors).weight_shapes()
-                                      : DrafterConfig::read(tensors).weight_shapes();
+  const auto shapes =
+      kind == "model" ? TargetConfig::read(tensors).weight_shapes() : DrafterConfig::read(tensors).weight_shapes();
   check_weights(tensors, {}, {});
   uint32_t number = 0;
   for (const auto& [name, shape] : shapes) {
@@ -57,7 +56,7 @@ TensorMap random_weights(TensorMap tensors, const std::string& kind, uint64_t se
     if (ends_with(name, "norm.weight"))
       random.centre = 1.0f, random.spread = reach(0.04);
     else if (ends_with(name, "e_score_correction_bias"))
-      random.spread = reach(0.04);
+      random.spread = reach(0.0004);  // experts are chosen by scores, the bias decides between near ones
     else if (ends_with(name, "embed_tokens.weight"))
       random.spread = reach(1.0);
     HostTensor& made = tensors[name];
