@@ -236,6 +236,24 @@ class Slice:
         return 20.0
 
 
+@dataclass(frozen=True)
+class SliceCost(Slice):
+    """What exactness costs there: row-invariant products and cuBLAS's in turns, two engines in one memory."""
+
+    layers: int = 2
+    rows: tuple[int, ...] = (1, 17, 65)
+    budgets: tuple[int, ...] = (64,)
+
+    @property
+    def id(self) -> str:
+        return f"{super().id}/cost"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        works = ("ar", *(f"n{n}" for n in self.rows))
+        return tuple(f"{GPU}-{name}" for work in works for name in (work, f"cublas-{work}"))
+
+
 Case = Slice | Decode | Builder | Logits | Curve | Replay
 
 _QUICK: tuple[Case, ...] = (
@@ -273,7 +291,7 @@ _TREES: tuple[Case, ...] = (
     *(Builder(16, budget, batch) for budget in (64, 256) for batch in (1, 128)),
     *(Logits(budget, batch) for budget in (64, 1024) for batch in (1, 8, 64, 128, 256)),
 )
-_SLICE: tuple[Case, ...] = (Slice(), Slice(prefix=8192))
+_SLICE: tuple[Case, ...] = (Slice(), Slice(prefix=8192), SliceCost())
 SUITES: dict[str, tuple[Case, ...]] = {
     "quick": _QUICK,
     "full": _FULL,

@@ -249,14 +249,21 @@ def verify_cost(measured: Measured, row: Row) -> Number:
 
 
 def _bench(measured: Measured) -> Section:
-    headers = ("<case", "<arm", "median us", "quartiles us", "<equal", "<status")
+    members = measured.block("bench")
+    against = any(row.against is not None and row.timing is not None for row in members)
+    extra = ("times as fast [95 %]",) if against else ()
+    headers = ("<case", "<arm", "median us", "quartiles us", *extra, "<equal", "<status")
     notes, lines = Notes(), []
-    for row in measured.block("bench"):
+    for row in members:
         explain(notes, row)
         found = median(row)
         ends = [show(Number(end, None, found.low, found.high), 1e6) for end in (found.low, found.high)]
         between = f"{ends[0]} to {ends[1]}" if found.value is not None else NONE
-        lines.append(Line((row.case, row.arm, show_speed(row, found, 1e6), between, equal(row), status(row))))
+        gain = [cell(row, faster(measured.arm(row, row.against), row), show_interval) if row.against else NONE]
+        cells = (row.case, row.arm, show_speed(row, found, 1e6), between, *(gain if against else []))
+        lines.append(Line((*cells, equal(row), status(row))))
+        if against and row.against:
+            notes.add(row.arm, f"against {row.against}")
     tables = (Table("", columns(*headers), tuple(lines), notes.sentences()),) if lines else ()
     return Section("Benchmarks", tables=tables)
 

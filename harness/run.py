@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from harness import builders, curve, logits, native, records, replay, runners, slices
-from harness.cases import Builder, Chosen, Curve, Decode, Logits, Native, Replay, Slice
+from harness import builders, curve, logits, native, records, replay, runners, slice_cost, slices
+from harness.cases import Builder, Chosen, Curve, Decode, Logits, Native, Replay, Slice, SliceCost
 from harness.compare import Comparison
 from harness.console import say
 from harness.records import Row
@@ -81,6 +81,8 @@ def measure(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = la
             return curve.rows(bench, chosen)
         case Replay():
             return replay.rows(bench, chosen)
+        case SliceCost():
+            return slice_cost.rows(bench, chosen)
         case Slice():
             return slices.rows(bench, chosen)
 

@@ -11,6 +11,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,31 +84,44 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     """Plain decoding, trees, and a pass over N rows. Where the model does not fit, one row says so."""
     case = chosen.case
     assert isinstance(case, Slice)
-    config = {**CONFIGS[case.model], "num_hidden_layers": case.layers}
-    params: dict[str, Scalar] = {
-        "dataset": case.model,
-        "layers": case.layers,
-        "prefix": case.prefix,
-        "dtype": case.dtype,
-    }
-    case_hash = digest(case, json.dumps(config, sort_keys=True))
+    case_hash = digest(case, json.dumps(config_of(case), sort_keys=True))
     if bench.is_done(chosen, case_hash):
         return
-    try:
-        device: Device = bench.need_engine()
-        engine = Engine.load(
-            Random(config, bench.seed),
-            dtype=case.dtype,
-            library=device.library,
-            capacity=case.prefix + TOKENS + max(case.rows),
-            max_budget=max(*case.rows, *case.budgets),
-            block_size=BLOCK,
-        )
-    except (NoGpuError, EngineError) as error:
-        yield from bench.not_run(case, "bench", [GPU], str(error), case_hash=case_hash, params=params)
-        return
-    with engine:
-        yield from _Measurement(bench, case, case_hash, config, params, device, engine).rows(chosen.arms)
+    with ExitStack() as held:
+        try:
+            device: Device = bench.need_engine()
+            engine = held.enter_context(opened(device, case, bench.seed))
+        except (NoGpuError, EngineError) as error:
+            yield from bench.not_run(case, "bench", [GPU], str(error), case_hash=case_hash, params=params_of(case))
+            return
+        try:
+            measurement = Measurement(bench, case, case_hash, device, engine)
+        except EngineError as error:
+            why = f"plain decoding failed: {error}"
+            yield bench.row(case, case_hash, "replay", f"{GPU}-ar", reason=why, params=params_of(case))
+            return
+        yield from measurement.rows(chosen.arms)
+
+
+def config_of(case: Slice) -> dict[str, Any]:
+    return {**CONFIGS[case.model], "num_hidden_layers": case.layers}
+
+
+def params_of(case: Slice) -> dict[str, Scalar]:
+    return {"dataset": case.model, "layers": case.layers, "prefix": case.prefix, "dtype": case.dtype}
+
+
+def opened(device: Device, case: Slice, seed: int, gemm: str = "row_invariant") -> Engine:
+    """The slice's engine. Raises EngineError, for want of memory for one."""
+    return Engine.load(
+        Random(config_of(case), seed),
+        dtype=case.dtype,
+        library=device.library,
+        capacity=case.prefix + TOKENS + max(case.rows),
+        max_budget=max(*case.rows, *case.budgets),
+        block_size=BLOCK,
+        gemm=gemm,
+    )
 
 
 @dataclass(frozen=True)
@@ -118,24 +132,16 @@ class Decoded:
     seconds: float
 
 
-class _Measurement:
+class Measurement:
     """One slice on one engine."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        case: Slice,
-        case_hash: str,
-        config: Mapping[str, Any],
-        params: Mapping[str, Scalar],
-        device: Device,
-        engine: Engine,
-    ):
-        self._bench, self._case, self._case_hash, self._config = bench, case, case_hash, config
-        self._params = {**params, "system": device.name}
+    def __init__(self, bench: Bench, case: Slice, case_hash: str, device: Device, engine: Engine):
+        """Decodes the truth. Raises EngineError."""
+        self._bench, self._case, self._case_hash, self._config = bench, case, case_hash, config_of(case)
+        self._params = {**params_of(case), "system": device.name}
         self._device, self._engine = device, engine
-        self._prompt = spread(case.prefix, config["vocab_size"])
-        self._truth = self._decode("ar", 0, keep_logits=True).generation
+        self._prompt = spread(case.prefix, self._config["vocab_size"])
+        self._truth = self.decode("ar", 0, keep_logits=True).generation
         self._bytes_per_s = copy_bandwidth(device)
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
@@ -161,7 +167,7 @@ class _Measurement:
         for name, budget in arms.items():
             timing, why, parity, metrics = measured[name].timing, measured[name].failure, None, {}
             if why is None:
-                parity = self._same_bits(name, self._decode("ddtree", budget, keep_logits=True).generation)
+                parity = self.same_bits(name, self.decode("ddtree", budget, keep_logits=True).generation)
                 metrics = self._metrics(budget, found[name], stats.times_faster(measured[base].timing, timing).value)
                 why = reason(parity)
             if name == base and why is None:
@@ -170,7 +176,7 @@ class _Measurement:
                     "step_s": step,
                     **self._roofline(step, 1, self._touched(0), self._case.prefix + TOKENS // 2),
                 }
-            yield self._row(
+            yield self.row(
                 "replay",
                 name,
                 None if name == base else base,
@@ -182,9 +188,9 @@ class _Measurement:
             )
 
     def _decoding(self, budget: int) -> Callable[[], Decoded]:
-        return lambda: self._decode("ddtree" if budget else "ar", budget)
+        return lambda: self.decode("ddtree" if budget else "ar", budget)
 
-    def _decode(self, method: Any, budget: int, *, keep_logits: bool = False) -> Decoded:
+    def decode(self, method: Any, budget: int, *, keep_logits: bool = False) -> Decoded:
         with self._run(method, self._request(budget), keep_logits=keep_logits) as run:
             active = run.prefill()
             start = self._device.clock.mark()
@@ -222,7 +228,7 @@ class _Measurement:
     def _passes(self, wanted: Sequence[str]) -> Iterator[Row]:
         counts = {f"{GPU}-n{n}": n for n in self._case.rows if n == 1 or f"{GPU}-n{n}" in wanted}
         measured = interleave(
-            {name: self._pass(n) for name, n in counts.items()},
+            {name: self.verify(n) for name, n in counts.items()},
             samples=10,
             clock=self._device.clock,
             launch="eager",
@@ -234,7 +240,7 @@ class _Measurement:
             if why is None:
                 with self._first_round(n, keep_logits=True) as run:
                     made = _finished(run)
-                parity = self._same_bits(name, made)
+                parity = self.same_bits(name, made)
                 nodes = made.rounds[0].nodes
                 why = reason(parity) or (f"{nodes + 1} rows were verified, not {n}" if nodes != n - 1 else None)
                 touched = self._touched(n - 1)
@@ -243,7 +249,7 @@ class _Measurement:
                     "experts_per_layer": float(np.mean(touched)) if touched else 0.0,
                     **self._roofline(seconds, n, touched, self._case.prefix + n),
                 }
-            yield self._row(
+            yield self.row(
                 "curve",
                 name,
                 None if n == 1 else f"{GPU}-n1",
@@ -254,7 +260,7 @@ class _Measurement:
                 timing=timing,
             )
 
-    def _pass(self, n: int) -> Callable[[], float]:
+    def verify(self, n: int) -> Callable[[], float]:
         def seconds() -> float:
             with self._first_round(n) as run:
                 return _finished(run).rounds[0].seconds["verify"]
@@ -290,7 +296,7 @@ class _Measurement:
         stream = 0 if self._device.stream is None else self._device.stream.ptr
         return self._engine.run([request], method, keep_logits=keep_logits, stream=stream)
 
-    def _same_bits(self, name: str, made: Generation) -> Parity:
+    def same_bits(self, name: str, made: Generation) -> Parity:
         """The logits of the committed rows against plain decoding's."""
         rows = min(len(made.logits), len(self._truth.logits))
         ours, theirs = (one.logits[:rows].view(np.uint32) for one in (made, self._truth))
@@ -308,7 +314,7 @@ class _Measurement:
         least = read / self._bytes_per_s
         return {"bytes": float(read), "copy_bytes_per_s": self._bytes_per_s, "roofline_share": least / seconds}
 
-    def _row(self, block: str, arm: str, against: str | None, params: Mapping[str, Scalar], **fields: Any) -> Row:
+    def row(self, block: str, arm: str, against: str | None, params: Mapping[str, Scalar], **fields: Any) -> Row:
         return self._bench.row(
             self._case, self._case_hash, block, arm, against=against, params={**self._params, **params}, **fields
         )

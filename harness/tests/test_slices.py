@@ -14,8 +14,8 @@ from engine.generation import Generation
 from engine.run import Run
 from engine.tests.backends import open_ops
 from engine.tests.decoding import micro_target
-from harness import cases, cli, records, slices
-from harness.cases import Slice
+from harness import cases, cli, records, slice_cost, slices
+from harness.cases import Slice, SliceCost
 from harness.gpu_builders import NoGpuError
 from harness.gpu_decoder import EngineDecoder
 from harness.records import Row
@@ -74,6 +74,30 @@ def test_decodings_and_passes_stand_beside_their_roofline_and_experts(library, t
     assert "experts" in said
     assert "of the memory's roofline" in said
     assert run(tmp_path, library, "--resume") == (0, rows)
+
+
+def test_what_exactness_costs_is_told_against_the_other_products(library, tmp_path, monkeypatch):
+    """With the own products in the place of cuBLAS's, which the host has not."""
+    given: list[str] = []
+
+    def opened(device: Any, case: Slice, seed: int, gemm: str) -> Engine:
+        given.append(gemm)
+        return slices.opened(device, case, seed)
+
+    monkeypatch.setattr(slice_cost, "opened", opened)
+    case = SliceCost("tiny", layers=3, rows=(1, 4), budgets=(3,), prefix=5)
+    monkeypatch.setitem(cases.SUITES, "slice", (case,))
+    code, rows = run(tmp_path, library)
+    assert code == 0
+    assert given == ["row_invariant", "cublas"]
+    assert [row.arm for row in rows] == [f"gpu-{of}{work}" for work in ("ar", "n1", "n4") for of in ("", "cublas-")]
+    for row in rows:
+        assert row.status == "OK", row.reason
+        assert (row.metrics["rows_compared"], row.metrics["rows_differ"]) == (7, 0)
+        exact = row.params["gemm"] == "row_invariant"
+        assert (row.parity is not None) == exact
+        assert row.against == (row.arm.replace("gpu-", "gpu-cublas-") if exact else None)
+    assert "times as fast" in (tmp_path / "report.md").read_text()
 
 
 def test_one_bit_makes_a_row_invalid(library, tmp_path, monkeypatch):
