@@ -66,7 +66,7 @@ class DecoderInfo(ctypes.Structure):
         ("struct_size", c_uint32),
         *_all(c_int32, "vocab_size hidden_size layers block_size row_bytes"),
         *_all(c_uint64, "model_bytes cache_bytes scratch_bytes"),
-        *_all(c_int32, "dtype products_path attention_path reserved"),
+        *_all(c_int32, "dtype products_path attention_path graphs"),
     )
 
 
@@ -100,6 +100,7 @@ class RunArgs(ctypes.Structure):
         *_all(c_int32, "method requests keep_traces keep_logits full_cost"),
         ("request", POINTER(Request)),
         ("stream", c_void_p),
+        *_all(c_int32, "eager reserved"),
     )
 
 
@@ -155,6 +156,7 @@ CALLS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
         "run_create": (c_void_p, POINTER(RunArgs), _HANDLE),
         "run_prefill": (c_void_p,),
         "run_round": (c_void_p, POINTER(c_int32)),
+        "run_replayed": (c_void_p, POINTER(c_int32)),
         "run_stage": (c_void_p, c_int32, c_char_p, POINTER(c_int32)),
         "run_state": (c_void_p, c_int32, POINTER(RequestState)),
         "run_rounds": (c_void_p, c_int32, c_int32, c_int32, POINTER(Round)),

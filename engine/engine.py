@@ -39,7 +39,8 @@ class Engine:
 
     Sizes of the models: vocab_size, hidden_size, layers, block_size. Bytes: of a cache row, weights, caches, scratch.
     dtype: of weights, activations and caches. paths: whether products and attention run on tensor cores, "tensor_cores"
-    or, where sizes or dtype do not fit those kernels, "general"; the mask form of attention is general.
+    or, where sizes or dtype do not fit those kernels, "general"; the mask form of attention is general. graphs: whether
+    rounds are replayed as CUDA graphs: not on the host, and not with gemm "cublas".
     """
 
     def __init__(self, decoder: Handle, max_requests: int, max_budget: int):
@@ -51,6 +52,7 @@ class Engine:
         self.block_size, self.row_bytes = info.block_size, info.row_bytes
         self.model_bytes, self.cache_bytes, self.scratch_bytes = info.model_bytes, info.cache_bytes, info.scratch_bytes
         self.dtype = DTYPES[info.dtype]
+        self.graphs = bool(info.graphs)
         self.paths = {"products": PATHS[info.products_path], "attention": PATHS[info.attention_path]}
 
     @classmethod
@@ -123,13 +125,15 @@ class Engine:
         keep_traces: bool = False,
         keep_logits: bool = False,
         full_cost: bool = False,
+        graphs: bool = True,
         stream: int = 0,
     ) -> Run:
         """A run of at most max_requests requests, to be made round by round or stage by stage.
 
         full_cost: where a stand-in proposes, the drafter works too, and what it says is dropped: so the time of given
-        acceptance can be measured. stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that
-        is refused, and while another run is open.
+        acceptance can be measured. graphs: rounds are replayed as CUDA graphs where the engine has any, with the same
+        bits; stages never are. stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is
+        refused, and while another run is open.
         """
         if method not in METHODS:
             raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
@@ -142,6 +146,7 @@ class Engine:
             keep_traces=keep_traces,
             keep_logits=keep_logits,
             full_cost=full_cost,
+            graphs=graphs,
             stream=stream,
         )
         self._run = weakref.ref(made)
@@ -156,6 +161,7 @@ class Engine:
         on_tokens: Listener | None = ...,
         keep_traces: bool = ...,
         keep_logits: bool = ...,
+        graphs: bool = ...,
         **options: Unpack[Options],
     ) -> Generation: ...
 
@@ -168,6 +174,7 @@ class Engine:
         on_tokens: Listener | None = ...,
         keep_traces: bool = ...,
         keep_logits: bool = ...,
+        graphs: bool = ...,
         **options: Unpack[Options],
     ) -> list[Generation]: ...
 
@@ -179,17 +186,18 @@ class Engine:
         on_tokens: Listener | None = None,
         keep_traces: bool = False,
         keep_logits: bool = False,
+        graphs: bool = True,
         **options: Unpack[Options],
     ) -> Any:
         """Decode one prompt (tokens [P]) to a Generation, or several, max_requests at most, to a list.
 
-        options: fields of Request, for all prompts; of several, some may be Requests of their own. on_tokens(request,
-        tokens) is called after each round with what it gave. Raises EngineError; RequestError for a request that is
-        refused, before anything runs; DecodeError for one that failed, once the others are done.
+        options: fields of Request, for all prompts; of several, some may be Requests of their own. graphs: as in `run`.
+        on_tokens(request, tokens) is called after each round with what it gave. Raises EngineError; RequestError for a
+        request that is refused, before anything runs; DecodeError for one that failed, once the others are done.
         """
         single = _is_prompt(prompts)
         asked = [p if isinstance(p, Request) else Request(p, **options) for p in ([prompts] if single else prompts)]
-        with self.run(asked, method, keep_traces=keep_traces, keep_logits=keep_logits) as run:
+        with self.run(asked, method, keep_traces=keep_traces, keep_logits=keep_logits, graphs=graphs) as run:
             _finish(run, on_tokens)
             done = [run.generation(r) for r in range(run.requests)]
             errors = [error for r in range(run.requests) if (error := run.error(r)) is not None]

@@ -43,6 +43,7 @@ class Run:
         keep_traces: bool = False,
         keep_logits: bool = False,
         full_cost: bool = False,
+        graphs: bool = True,
         stream: int = 0,
     ):
         """Makes the buffers; nothing is computed yet. Raises EngineError, RequestError if a request is refused."""
@@ -56,6 +57,7 @@ class Run:
             full_cost=full_cost,
             request=filled.structs,
             stream=stream,
+            eager=not graphs,
         )
         self._decoder = decoder  # must outlive the run
         self._handle = Handle(decoder.library, "run", decoder.address, ctypes.byref(args))
@@ -85,6 +87,13 @@ class Run:
         path = None if dump is None else bytes(Path(dump))
         self._handle.call("stage", STAGES.index(name), path, ctypes.byref(active))
         return active.value
+
+    @property
+    def replayed(self) -> int:
+        """How many rounds were replayed as a CUDA graph."""
+        rounds = c_int32()
+        self._handle.call("replayed", ctypes.byref(rounds))
+        return rounds.value
 
     def tokens(self, request: int, start: int = 0) -> tuple[int, ...]:
         """Output so far, from index `start` on."""

@@ -11,6 +11,7 @@ from numpy.testing import assert_array_equal
 
 import kdtr
 from engine import abi
+from engine.build import CUDA_NAME
 from engine.decode_abi import STAGES
 from engine.engine import Engine
 from engine.request import DFlash, NoisyOracle, Oracle, Replay, Request
@@ -340,6 +341,18 @@ def test_what_an_engine_cannot_be_or_do_is_told(world, tmp_path):
         alone.generate(PROMPT, max_new_tokens=1)
     with pytest.raises(TypeError, match="stop_token"):
         engine.generate(PROMPT, max_new_tokens=1, stop_token=3)
+
+
+def test_whether_rounds_are_replayed_is_told(world):
+    """Kernels executed on the CPU have no graphs. On a GPU: test_engine_graphs.py."""
+    engine = world.engine()
+    assert engine.graphs == (world.library.path.name == CUDA_NAME)
+    for graphs in (False, True):
+        with engine.run([Request(PROMPT, 4)], "ar", graphs=graphs) as run:
+            left = run.prefill()
+            while left:
+                left = run.round()
+            assert run.replayed == (3 if graphs and engine.graphs else 0)
 
 
 def test_facts_about_an_engine(world):

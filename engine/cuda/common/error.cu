@@ -41,13 +41,17 @@ kdtree_status check_cuda(cudaError_t error, const char* what) {
   return fail(KDTREE_CUDA, "%s: %s: %s", what, cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-kdtree_status check_launch(const char* kernel) {
-  static const bool blocking = [] {
+bool launches_wait() {
+  static const bool wait = [] {
     const char* value = std::getenv("KDTREE_LAUNCH_BLOCKING");
     return value != nullptr && std::strcmp(value, "1") == 0;
   }();
+  return wait;
+}
+
+kdtree_status check_launch(const char* kernel) {
   KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetLastError(), kernel));
-  return blocking ? check_cuda(cudaDeviceSynchronize(), kernel) : KDTREE_OK;
+  return launches_wait() ? check_cuda(cudaDeviceSynchronize(), kernel) : KDTREE_OK;
 }
 
 Arguments& Arguments::version(size_t given, size_t expected) {

@@ -76,7 +76,7 @@ typedef struct kdtree_decoder_info {
   int32_t dtype;          /* kdtree_dtype; a caller's struct may end in front of it */
   int32_t products_path;  /* kdtree_path of the target's and the drafter's products, but those of cuBLAS */
   int32_t attention_path; /* kdtree_path of the target's attention in the exact form */
-  int32_t reserved;       /* 0 */
+  int32_t graphs;         /* 1: rounds of runs that are not eager are replayed as CUDA graphs, see kdtree_run_round */
 } kdtree_decoder_info;
 
 /* The models may be destroyed afterwards. */
@@ -132,17 +132,27 @@ typedef struct kdtree_run_args {
   int32_t full_cost;             /* 1: where a stand-in proposes, the drafter works too, and what it says is dropped */
   const kdtree_request* request; /* [requests] */
   void* stream;
+  int32_t eager;    /* 1: launch every kernel of every round. A caller's struct may end in front of it: 0 */
+  int32_t reserved; /* 0 */
 } kdtree_run_args;
 
 /* One run of an engine at a time. Makes the buffers; nothing is computed yet. */
 KDTREE_API kdtree_status kdtree_run_create(kdtree_decoder* decoder, const kdtree_run_args* args, kdtree_run** run);
 /* The prompts, and each request's first root token. */
 KDTREE_API kdtree_status kdtree_run_prefill(kdtree_run* run);
-/* One round of every request that is not finished; *active: how many are still not. */
+/* One round of every request that is not finished; *active: how many are still not.
+ *
+ * Unless the run is eager, a round is captured once as a CUDA graph and then replayed, with the same bits. The engine
+ * keeps the graphs of the last runs with their arrays; runs of equal method, batch and widest tree share one, where the
+ * tree is counted in steps (1, 2, 4, 8, 12, 16, 24, 32, ... 1024) and the cache rows in 256s. The first round of each
+ * is made kernel by kernel. There are no graphs in the host library, with KDTREE_GEMM_CUBLAS (its workspace is cuBLAS's
+ * own), and where KDTREE_LAUNCH_BLOCKING=1 is set. */
 KDTREE_API kdtree_status kdtree_run_round(kdtree_run* run, int32_t* active);
+/* *rounds: how many of the run's were replayed. */
+KDTREE_API kdtree_status kdtree_run_replayed(const kdtree_run* run, int32_t* rounds);
 
 /* A round in steps, in this order; the last one ends it like kdtree_run_round. dump: path of a KDTR file that gets
- * every array of the step, by the names of the reference's traces; NULL: none. */
+ * every array of the step, by the names of the reference's traces; NULL: none. Steps are never replayed. */
 typedef enum kdtree_stage {
   KDTREE_STAGE_DRAFT = 0,
   KDTREE_STAGE_TREE_BUILD = 1,

@@ -160,7 +160,7 @@ extern "C" kdtree_status kdtree_run_create(kdtree_decoder* decoder, const kdtree
     needed("kdtree_run_create", "decoder", decoder);
     needed("kdtree_run_create", "args", args);
     needed("kdtree_run_create", "run", run);
-    *run = new kdtree_run{{&decoder->decoder, *args}};
+    *run = new kdtree_run{{&decoder->decoder, grown("kdtree_run_create", *args, offsetof(kdtree_run_args, eager))}};
   });
 }
 
@@ -176,6 +176,14 @@ extern "C" kdtree_status kdtree_run_round(kdtree_run* run, int32_t* active) {
     needed("kdtree_run_round", "run", run);
     const int left = run->run.round();
     if (active != nullptr) *active = left;
+  });
+}
+
+extern "C" kdtree_status kdtree_run_replayed(const kdtree_run* run, int32_t* rounds) {
+  return guarded([&] {
+    needed("kdtree_run_replayed", "run", run);
+    needed("kdtree_run_replayed", "rounds", rounds);
+    *rounds = run->run.replayed();
   });
 }
 

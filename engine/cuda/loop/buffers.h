@@ -1,9 +1,16 @@
-// What a run keeps on the device.
+// What a run needs on the device: arrays of one shape, and the graph of a round on them.
 #pragma once
 
-#include "loop/run.h"
+#include <memory>
+
+#include "kernels/stand_in.h"
+#include "loop/control.h"
+#include "loop/round_graph.h"
+#include "model/memory.h"
 
 namespace kdtree {
+
+class Decoder;
 
 // Copies host values into device memory that was planned for them.
 template <typename T>
@@ -19,17 +26,33 @@ std::vector<T> download(const T* place, size_t count) {
   return values;
 }
 
-struct Run::Buffers {
+// All that the launches of a round depend on, for one engine.
+struct Shape {
+  int method, requests;
+  int depth, budget, width;  // L, B and K
+  int stop_stride;           // most stop tokens of a request
+  int longest;               // cache rows of the request that may use most
+  bool dflash, stand_ins, sampled;
+
+  bool operator==(const Shape& other) const;
+  // The next larger one that graphs are made for, so that few serve many: the widest tree and the cache rows in steps,
+  // no more than the engine's; a power of two of stop tokens.
+  Shape bucket(int most_budget, int capacity, int vocab) const;
+};
+
+struct Buffers {
+  Buffers(const Shape& shape, Decoder* decoder);
+  Buffers(const Buffers&) = delete;
+  ~Buffers();
+
+  const Shape shape;
   Arena arena;
-  std::vector<Arena> stand_in_arenas;
   // Constant.
   int32_t *budgets, *capacities, *blocks, *stop_counts, *stop_tokens, *full_finish, *uses_dflash;
-  int32_t *prompts, *prompt_lengths, *top_k;
+  int32_t *prompt_lengths, *top_k;
   float *temperatures, *top_p;
   uint64_t* seeds;
   StandIn* stand_ins;
-  bool sampled = false;
-  int prompt_stride = 1, stop_stride = 1;
   // State.
   int32_t *prefix, *root, *wanted, *finish;
   // Of a round.
@@ -49,9 +72,9 @@ struct Run::Buffers {
   float* prompt_logits;
   unsigned char* prompt_features;
 
-  ~Buffers() {
-    if (host_records != nullptr) (void)cudaFreeHost(host_records);
-  }
+  Control control;        // of these arrays
+  bool launched = false;  // a round was, kernel by kernel
+  std::unique_ptr<RoundGraph> round;
 };
 
 }  // namespace kdtree

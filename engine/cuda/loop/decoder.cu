@@ -6,6 +6,7 @@ namespace kdtree {
 namespace {
 
 constexpr int kDefaultPrefillRows = 256, kDefaultBlock = 16;
+constexpr size_t kMostSpare = 16;
 
 kdtree_decoder_args checked(kdtree_decoder_args args) {
   Arguments arguments("kdtree_decoder_create");
@@ -92,7 +93,31 @@ kdtree_decoder_info Decoder::info() const {
   const bool products = target_->products_on_tensor_cores() && (!drafter_ || drafter_->products_on_tensor_cores());
   info.products_path = products ? KDTREE_PATH_TENSOR_CORES : KDTREE_PATH_GENERAL;
   info.attention_path = target_->attention_on_tensor_cores() ? KDTREE_PATH_TENSOR_CORES : KDTREE_PATH_GENERAL;
+  info.graphs = graphs();
   return info;
+}
+
+std::unique_ptr<Buffers> Decoder::take(const Shape& shape) {
+  const auto found =
+      std::find_if(spare_.begin(), spare_.end(), [&](const auto& spare) { return spare->shape == shape; });
+  if (found != spare_.end()) {
+    std::unique_ptr<Buffers> buffers = std::move(*found);
+    spare_.erase(found);
+    buffers->arena.clear();
+    return buffers;
+  }
+  try {
+    return std::make_unique<Buffers>(shape, this);
+  } catch (const EngineFailure&) {
+    if (spare_.empty()) throw;
+    spare_.clear();  // they may hold the memory that was missing
+    return std::make_unique<Buffers>(shape, this);
+  }
+}
+
+void Decoder::give_back(std::unique_ptr<Buffers> buffers) {
+  if (spare_.size() == kMostSpare) spare_.erase(spare_.begin());
+  spare_.push_back(std::move(buffers));
 }
 
 }  // namespace kdtree

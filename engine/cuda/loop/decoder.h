@@ -2,8 +2,10 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "kdtree_decode.h"
+#include "loop/buffers.h"
 #include "model/drafter.h"
 #include "model/target.h"
 
@@ -24,7 +26,12 @@ class Decoder {
   int most_depth() const { return args_.block_size - 1; }
   // Prompt rows of each request in one pass.
   int prompt_width() const { return std::max(args_.prefill_rows / args_.max_requests, 1); }
+  bool graphs() const { return can_capture() && target_->arithmetic().gemm != Gemm::kCublas; }
   kdtree_decoder_info info() const;
+
+  // Arrays of a shape, cleared: some that were given back, with their graph, or new ones.
+  std::unique_ptr<Buffers> take(const Shape& shape);
+  void give_back(std::unique_ptr<Buffers> buffers);
 
   bool busy = false;  // a run exists
 
@@ -35,6 +42,7 @@ class Decoder {
   std::unique_ptr<Drafter> drafter_;
   DeviceBuffer cache_memory_, table_memory_;
   kdtree_cache_view cache_{};
+  std::vector<std::unique_ptr<Buffers>> spare_;  // of the last runs, the latest at the end
 };
 
 }  // namespace kdtree

@@ -1,13 +1,13 @@
 // One run: a batch of requests decoded by one method, round by round. reference/loop.py
 //
 // A round is four stages on one stream - draft, tree_build, verify, commit - with grids that do not depend on what is
-// in it; the host waits once, for the records at its end.
+// in it, so that a graph of it can be replayed; the host waits once, for the records at its end.
 #pragma once
 
 #include <chrono>
 
 #include "kernels/stand_in.h"
-#include "loop/control.h"
+#include "loop/buffers.h"
 #include "loop/decoder.h"
 
 namespace kdtree {
@@ -43,34 +43,40 @@ class Run {
   const Progress& progress(int request) const { return progress_.at(static_cast<size_t>(request)); }
   int requests() const { return requests_; }
   int vocab_size() const { return vocab_; }
+  int replayed() const { return replayed_; }  // rounds
 
  private:
-  struct Buffers;  // everything on the device
   using Clock = std::chrono::steady_clock;
 
-  void make_buffers(const kdtree_run_args& args);
+  void take_up(const kdtree_run_args& args);
   void choose(const float* logits, int rows, const int32_t* node_count, const int32_t* positions, const int32_t* before,
               int32_t* choices, unsigned char* workspace, size_t workspace_size);
   void draft(Trace* trace);
   void build(Trace* trace);
   void verify(Trace* trace);
   void commit();
-  int collect();  // the records of a round
+  void launch_all();
+  void launch_round();
+  void fetch();   // the records of a round, once it has come to its end
+  int collect();  // waits for them
   void keep(int request, const Record& record);
   TraceRound trace_of(int request, const Record& record) const;
   int active() const;
   Rows rows() const;
+  const Shape& shape() const { return d_->shape; }
 
   Decoder* decoder_;
   cudaStream_t stream_;
   int method_, requests_, vocab_;
-  int depth_ = 0, budget_ = 0, width_ = 0;  // L, B and K of the buffers
-  int longest_ = 1;                         // cache rows of the request that may use most
-  bool keep_traces_, keep_logits_, any_dflash_ = false, any_stand_in_ = false;
+  bool keep_traces_, keep_logits_, replays_;
   bool prefilled_ = false;
+  int replayed_ = 0;
   int next_stage_ = KDTREE_STAGE_DRAFT;
   std::unique_ptr<Buffers> d_;
-  Control control_{};
+  Arena prompt_arena_;
+  int32_t* prompts_ = nullptr;  // [R, prompt_stride]
+  int prompt_stride_ = 1;
+  std::vector<Arena> stand_in_arenas_;
   std::vector<Record> records_;
   std::vector<int> budgets_, capacities_;
   std::vector<Progress> progress_;

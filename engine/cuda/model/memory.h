@@ -105,6 +105,7 @@ class Arena {
     buffer_.fill(0);
     for (const Slot& slot : slots_) *slot.array = buffer_.data() + slot.offset;
   }
+  void clear() { buffer_.fill(0); }
   size_t bytes() const { return total_; }
 
  private:

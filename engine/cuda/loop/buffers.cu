@@ -1,0 +1,121 @@
+#include <algorithm>
+#include <iterator>
+#include <tuple>
+
+#include "loop/buffers.h"
+#include "loop/decoder.h"
+
+namespace kdtree {
+namespace {
+
+// Non-root nodes of the widest tree, and cache rows, for which graphs are made.
+constexpr int kBudgets[] = {0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024};
+constexpr int kRows = 256;
+static_assert(kBudgets[std::size(kBudgets) - 1] == KDTREE_MAX_BUDGET, "no bucket for the widest trees");
+
+}  // namespace
+
+bool Shape::operator==(const Shape& other) const {
+  const auto all = [](const Shape& s) {
+    return std::tie(s.method, s.requests, s.depth, s.budget, s.width, s.stop_stride, s.longest, s.dflash, s.stand_ins,
+                    s.sampled);
+  };
+  return all(*this) == all(other);
+}
+
+Shape Shape::bucket(int most_budget, int capacity, int vocab) const {
+  Shape made = *this;
+  if (method == KDTREE_DDTREE) {
+    made.budget = std::min(*std::lower_bound(std::begin(kBudgets), std::end(kBudgets), budget), most_budget);
+    made.width = std::min(made.budget, vocab);
+  }
+  while (made.stop_stride & (made.stop_stride - 1)) ++made.stop_stride;
+  made.longest = static_cast<int>(std::min<int64_t>(ceil_div(longest, kRows) * kRows, capacity));
+  return made;
+}
+
+Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_) {
+  const int vocab = decoder->vocab_size();
+  const size_t requests = static_cast<size_t>(shape.requests);
+  const size_t n = static_cast<size_t>(shape.budget) + 1, l = static_cast<size_t>(shape.depth),
+               k = static_cast<size_t>(shape.width);
+  const size_t v = static_cast<size_t>(vocab), taps = decoder->feature_bytes();
+  const size_t chunk = static_cast<size_t>(decoder->prompt_width());
+  for (int32_t** array :
+       {&budgets,      &capacities,     &blocks,         &stop_counts, &full_finish, &uses_dflash,  &prompt_lengths,
+        &top_k,        &prefix,         &root,           &wanted,      &finish,      &depth_limits, &list_depths,
+        &tree_budgets, &context,        &rows_used,      &kept,        &observed,    &node_count,   &accepted,
+        &bonus,        &last_positions, &prompt_choices, &first_roots})
+    arena.plan(array, requests);
+  arena.plan(&stop_tokens, requests * static_cast<size_t>(shape.stop_stride));
+  arena.plan(&temperatures, requests);
+  arena.plan(&top_p, requests);
+  arena.plan(&seeds, requests);
+  arena.plan(&stand_ins, requests);
+  arena.plan(&status, 3 * requests);
+  arena.plan(&ends, 3 * requests);
+  arena.plan(&draft_logits, requests * l * v);
+  arena.plan(&lp, requests * l * k);
+  arena.plan(&ids, requests * l * k);
+  arena.plan(&logz, requests * l);
+  for (int32_t** array : {&tokens, &parents, &depths, &ranks, &positions, &choices}) arena.plan(array, requests * n);
+  arena.plan(&paths, requests * n * (l + 1));
+  arena.plan(&path, requests * (l + 1));
+  arena.plan(&visibility, requests * n * ((n + 31) / 32));
+  arena.plan(&scores, requests * n);
+  arena.plan(&logits, requests * n * v);
+  arena.plan(&features, requests * n * taps);
+  arena.plan(&prompt_tokens, requests * chunk);
+  arena.plan(&prompt_positions, requests * chunk);
+  arena.plan(&prompt_logits, requests * v);
+  arena.plan(&prompt_features, requests * chunk * taps);
+  topk_bytes = k > 0 ? kdtree_topk_logprob_workspace(shape.requests, shape.depth, vocab, shape.width) : 0;
+  tree_bytes = kdtree_tree_build_workspace(shape.requests, shape.depth, shape.width, shape.budget);
+  choice_bytes = kdtree_target_choice_workspace(shape.requests, shape.budget + 1, vocab);
+  prompt_choice_bytes = kdtree_target_choice_workspace(shape.requests, 1, vocab);
+  arena.plan(&topk_workspace, topk_bytes);
+  arena.plan(&tree_workspace, tree_bytes);
+  arena.plan(&choice_workspace, choice_bytes);
+  arena.plan(&prompt_choice_workspace, prompt_choice_bytes);
+  arena.plan(&records, requests);
+  arena.allocate();
+  require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_records), requests * sizeof(Record)), "cudaMallocHost");
+
+  control = Control{shape.requests,
+                    shape.method,
+                    shape.budget + 1,
+                    shape.depth + 1,
+                    shape.stop_stride,
+                    budgets,
+                    capacities,
+                    blocks,
+                    stop_counts,
+                    stop_tokens,
+                    full_finish,
+                    uses_dflash,
+                    prefix,
+                    root,
+                    wanted,
+                    finish,
+                    status,
+                    depth_limits,
+                    list_depths,
+                    tree_budgets,
+                    context,
+                    rows_used,
+                    kept,
+                    observed,
+                    node_count,
+                    tokens,
+                    ranks,
+                    accepted,
+                    path,
+                    bonus,
+                    records};
+}
+
+Buffers::~Buffers() {
+  if (host_records != nullptr) (void)cudaFreeHost(host_records);
+}
+
+}  // namespace kdtree

@@ -1,0 +1,213 @@
+"""Rounds replayed as a CUDA graph against rounds launched kernel by kernel: the same tokens, records and bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from engine import sources
+from engine.decode_abi import STAGES
+from engine.engine import Engine, Method
+from engine.generation import Generation
+from engine.request import NoisyOracle, Oracle, Request
+from engine.run import DecodeError, Run
+from engine.tests.backends import open_ops
+from engine.tests.decoding import PROMPT, World, micro_target, write_model
+from reference.tests.models import random_weights
+
+pytestmark = pytest.mark.gpu
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 12, "top_p": 0.875, "seed": 2**40 + 3}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Of the CUDA library alone: the host library has no graphs."""
+    made = World(open_ops("cuda").library, tmp_path_factory.mktemp("models"))
+    yield made
+    made.close()
+
+
+def finished(run: Run) -> list[Generation]:
+    left = run.prefill()
+    while left:
+        left = run.round()
+    return [run.generation(request) for request in range(run.requests)]
+
+
+def both(engine: Engine, requests: Sequence[Request], method: Method, **options: Any) -> list[Generation]:
+    """What replayed rounds give, after it was compared with single launches; all but the first are replayed."""
+    kept = {"keep_logits": True, "keep_traces": True, **options}
+    with engine.run(requests, method, graphs=False, **kept) as run:
+        expected = finished(run)
+        assert run.replayed == 0
+    for first in (True, False):  # the second time the graph is there
+        with engine.run(requests, method, **kept) as run:
+            found = finished(run)
+            rounds = max(len(each.rounds) for each in found)
+            assert rounds - 1 <= run.replayed <= rounds if first else run.replayed == rounds
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_equal(ours, theirs)
+    return expected
+
+
+def assert_equal(ours: Generation, theirs: Generation) -> None:
+    assert (ours.tokens, ours.finish_reason, ours.cache_length) == (
+        theirs.tokens,
+        theirs.finish_reason,
+        theirs.cache_length,
+    )
+    assert_array_equal(ours.logits.view("u4"), theirs.logits.view("u4"))
+    assert len(ours.rounds) == len(theirs.rounds)
+    for one, other in zip(ours.rounds, theirs.rounds, strict=True):
+        assert one.trace is not None
+        assert other.trace is not None
+        for name in ("prefix_length", "nodes", "depth_limit", "path", "ranks"):
+            assert getattr(one, name) == getattr(other, name), name
+        for name in ("tokens", "parents", "depths", "ranks", "scores"):
+            assert_array_equal(getattr(one.trace.tree, name), getattr(other.trace.tree, name), strict=True)
+        assert_array_equal(one.trace.choices, other.trace.choices)
+        assert (one.trace.lists is None) == (other.trace.lists is None)
+        if one.trace.lists is not None and other.trace.lists is not None:
+            for name in ("ids", "lp", "logz"):
+                assert_array_equal(getattr(one.trace.lists, name), getattr(other.trace.lists, name), strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
+def test_the_drafter(world, method, sampling, dtype):
+    both(world.engine(dtype=dtype), [Request(PROMPT, 14, 9, **sampling)], method)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 3, 9, 32, 50, 64])
+def test_trees_of_every_size(world, budget):
+    """Between the steps of 1, 2, 4, 8, ... as well: the arrays are wider than the trees."""
+    drafter = NoisyOracle(world.plain().tokens, 8, miss=0.05, max_rank=1, seed=budget)
+    both(world.engine(), [Request(PROMPT, 20, budget, drafter=drafter)], "ddtree")
+
+
+@pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
+@pytest.mark.parametrize("options", [{}, {"cache_block_size": 3}, {"attention": "mask"}], ids=str)
+def test_a_batch_of_different_requests(world, method, options):
+    """Lengths, budgets, drafters, sampling, stop tokens and capacities of their own; some end long before others."""
+    tokens = world.plain().tokens
+    requests = [
+        Request(PROMPT, 20, 9, drafter=NoisyOracle(tokens, 8, seed=3)),
+        Request([7], 3, 3),
+        Request(range(9), 16, 0, **SAMPLED),
+        Request(PROMPT, 24, 30, drafter=Oracle(tokens, 4), stop_tokens=[tokens[11], tokens[17]]),
+        Request(PROMPT, 24, 5, drafter=Oracle(tokens, 8), capacity=len(PROMPT) + 9),
+        Request(PROMPT, 0, 5),
+    ]
+    made = both(world.engine(max_requests=6, **options), requests, method)
+    assert [each.finish_reason for each in made] == ["length", "length", "length", "stop", "capacity", "length"]
+
+
+def test_requests_share_a_graph_and_each_has_its_own_state(world):
+    """Prompts, lengths, seeds and stop tokens are no part of a graph, and nothing is left from one to the next."""
+    with world.new_engine() as engine:
+        tokens = world.plain().tokens
+        for number, request in enumerate(
+            [
+                Request(PROMPT, 12, 8),
+                Request(range(11), 17, 6, stop_tokens=[3]),
+                Request([5], 9, 7, **SAMPLED),
+                Request([5], 9, 7, temperature=0.5, seed=1),
+                Request(PROMPT, 12, 5, drafter=NoisyOracle(tokens, 8)),
+            ]
+        ):
+            with engine.run([request], graphs=False, keep_logits=True, keep_traces=True) as run:
+                expected = finished(run)[0]
+            with engine.run([request], keep_logits=True, keep_traces=True) as run:
+                found = finished(run)[0]
+                shares = number in (1, 3)
+                assert run.replayed == len(found.rounds) - (0 if shares else 1)
+            assert_equal(found, expected)
+
+
+def test_more_shapes_than_are_kept(world):
+    """The oldest goes; it comes back as a new one."""
+    with world.new_engine(max_budget=128, capacity=512) as engine:
+        for _ in range(2):
+            for budget in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128):
+                for method in ("ddtree", "chain"):
+                    made = engine.generate(PROMPT, method=method, max_new_tokens=8, budget=budget)
+                    assert made.tokens == world.plain().tokens[:8]
+
+
+def test_a_run_that_is_given_up_leaves_graph_and_engine_as_they_were(world):
+    request = Request(PROMPT, 16, 6)
+    with world.new_engine() as engine:
+        expected = engine.generate([request], keep_logits=True, keep_traces=True)[0]
+        for rounds in (0, 1, 2, 3):
+            with engine.run([request]) as run:
+                run.prefill()
+                for _ in range(rounds):
+                    run.round()
+            assert_equal(engine.generate([request], keep_logits=True, keep_traces=True)[0], expected)
+
+
+def test_stages_between_replayed_rounds(world):
+    """Steps are launched kernel by kernel, on the same arrays."""
+    request = Request(PROMPT, 20, 6)
+    engine = world.engine()
+    expected = engine.generate([request], graphs=False, keep_logits=True, keep_traces=True)[0]
+    with engine.run([request], keep_logits=True, keep_traces=True) as run:
+        left, number, replayed = run.prefill(), 0, 0
+        while left:
+            if number % 3 == 1:
+                for stage in STAGES:
+                    left = run.stage(stage)
+            else:
+                left = run.round()
+            assert run.replayed - replayed in ((0,) if number % 3 == 1 else (0, 1) if number == 0 else (1,))
+            number, replayed = number + 1, run.replayed
+        assert_equal(run.generation(0), expected)
+
+
+def test_a_request_that_fails_while_another_goes_on(world):
+    """Its logits are NaN behind one token."""
+    weights = random_weights(micro_target())
+    tokens = world.plain().tokens
+    token = next(token for token in tokens[5:] if token not in (*tokens[:5], *PROMPT))
+    weights["model.embed_tokens.weight"][token] = np.nan
+    engine = world.engine(target=write_model(world.folder / "poisoned.kdtr", micro_target(), weights), max_requests=2)
+    requests = [Request(PROMPT, 24, 5, drafter=Oracle(tokens, 4)), Request([7, 1], 24, 5, drafter=Oracle(tokens, 4))]
+    found = []
+    for graphs in (False, True, True):
+        with pytest.raises(DecodeError) as error:
+            engine.generate(requests, graphs=graphs, keep_logits=True, keep_traces=True)
+        found.append((str(error.value), error.value.round, error.value.generations))
+    for said, number, generations in found[1:]:
+        assert (said, number) == found[0][:2]
+        for ours, theirs in zip(generations, found[0][2], strict=True):
+            assert_equal(ours, theirs)
+
+
+def test_cublas_has_no_graphs(world):
+    engine = world.engine(gemm="cublas")
+    assert not engine.graphs
+    with engine.run([Request(PROMPT, 6, 4)]) as run:
+        assert len(finished(run)[0].tokens) == 6
+        assert run.replayed == 0
+
+
+def test_launches_that_wait_are_not_captured():
+    text = (
+        "import tempfile; from pathlib import Path; from engine.tests.backends import open_ops\n"
+        "from engine.tests.decoding import PROMPT, World\n"
+        "e = World(open_ops('cuda').library, Path(tempfile.mkdtemp())).engine()\n"
+        "print(e.graphs, len(e.generate(PROMPT, max_new_tokens=5).tokens))"
+    )
+    for value, said in (("1", "False 5\n"), ("0", "True 5\n")):
+        environment = {**os.environ, "KDTREE_LAUNCH_BLOCKING": value}
+        command = [sys.executable, "-c", text]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=sources.CHECKOUT, env=environment)
+        assert done.stdout == said, done.stderr
