@@ -104,10 +104,11 @@ struct Bf16ChosenRows {
   __device__ const uint16_t* after(const uint16_t*, int n, int k) const { return rows[n] + k; }
 };
 
-// Leaves the slices' sums of the block's outputs in `shared`, for bf16_joined.
-template <class Tile, bool kPaired, class Rows>
+// Leaves the slices' sums of the block's outputs in `shared`, for bf16_joined. before_rows(): is called when the first
+// weights are on their way and nothing was read of the rows yet.
+template <class Tile, bool kPaired, class Rows, class Before>
 __device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, const Bf16Weights<kPaired>& weights,
-                                              const Rows& rows) {
+                                              const Rows& rows, Before before_rows) {
   const int lane = lane_id(), slice = warp_id();
   const int steps = static_cast<int>(ceil_div(in, kBf16Step));
   constexpr int kStagesOfStep = kBf16Step / kBf16Piece / Tile::kPieces, kPieceVectors = Tile::kVectors * kWarp;
@@ -116,23 +117,29 @@ __device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, con
   constexpr int kStageVectors = Tile::kPieces * kPieceVectors;
   uint4* const queue = reinterpret_cast<uint4*>(shared) + slice * Tile::kStages * kStageVectors + lane;
 
-  const auto copy = [&](int number, uint4* stage) {
-    if (number < count) {
-      const int k = (first + number) * Tile::kPieces * kBf16Piece + lane % 4 * kBf16Vector;
-      const uint16_t* from = weights.first + k;
+  const auto k_of = [&](int number) { return (first + number) * Tile::kPieces * kBf16Piece + lane % 4 * kBf16Vector; };
+  const auto copy_weights = [&](int number, uint4* stage) {
+    if (number >= count) return;
+    const int k = k_of(number);
+    const uint16_t* from = weights.first + k;
+    KDTREE_UNROLL
+    for (int m = 0; m < Tile::kTiles; ++m) {
       KDTREE_UNROLL
-      for (int m = 0; m < Tile::kTiles; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        const bool there = m * weights.kTileOuts + half * weights.kHalfOuts < weights.left;
         KDTREE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const bool there = m * weights.kTileOuts + half * weights.kHalfOuts < weights.left;
-          KDTREE_UNROLL
-          for (int p = 0; p < Tile::kPieces; ++p)
-            copy_async_weights(stage + p * kPieceVectors + (2 * m + half) * kWarp,
-                               from + half * weights.half + p * kBf16Piece, there && k + p * kBf16Piece < in);
-        }
-        from += weights.tile;
+        for (int p = 0; p < Tile::kPieces; ++p)
+          copy_async_weights(stage + p * kPieceVectors + (2 * m + half) * kWarp,
+                             from + half * weights.half + p * kBf16Piece, there && k + p * kBf16Piece < in);
       }
-      from = rows.at(k);
+      from += weights.tile;
+    }
+  };
+  // With it the stage is asked for.
+  const auto copy_rows = [&](int number, uint4* stage) {
+    if (number < count) {
+      const int k = k_of(number);
+      const uint16_t* from = rows.at(k);
       KDTREE_UNROLL
       for (int n = 0; n < Tile::kColumns; ++n) {
         if (n > 0) from = rows.after(from, n, k);
@@ -146,11 +153,14 @@ __device__ __forceinline__ void bf16_multiply(unsigned char* shared, int in, con
   };
 
   float sum[Tile::kTiles][Tile::kColumns][4] = {};
-  for (int number = 0; number < Tile::kStages - 1; ++number) copy(number, queue + number * kStageVectors);
+  for (int number = 0; number < Tile::kStages - 1; ++number) copy_weights(number, queue + number * kStageVectors);
+  before_rows();
+  for (int number = 0; number < Tile::kStages - 1; ++number) copy_rows(number, queue + number * kStageVectors);
   int place = 0, free_place = Tile::kStages - 1;
   for (int number = 0; number < count; ++number) {
     wait_copies<Tile::kStages - 2>();
-    copy(number + Tile::kStages - 1, queue + free_place * kStageVectors);
+    copy_weights(number + Tile::kStages - 1, queue + free_place * kStageVectors);
+    copy_rows(number + Tile::kStages - 1, queue + free_place * kStageVectors);
     KDTREE_UNROLL
     for (int p = 0; p < Tile::kPieces; ++p) {
       const uint4* const piece = queue + place * kStageVectors + p * kPieceVectors;

@@ -1,6 +1,6 @@
 // Rows of the embedding table. A block copies one row.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/layers.h"
 #include "kernels/vector4.h"
 
@@ -11,6 +11,7 @@ constexpr int kThreads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) embed_kernel(EmbedArgs<T> a, bool vector) {
+  start_behind();
   const int row = static_cast<int>(blockIdx.x);
   const bool used = a.rows.used(row);
   const T* const from = used ? a.table + static_cast<int64_t>(a.rows.tokens[row]) * a.hidden : nullptr;
@@ -35,9 +36,8 @@ kdtree_status embed_rows(const EmbedArgs<T>& a, cudaStream_t stream) {
       .array("table", a.table, sizeof(T))
       .array("y", a.y, sizeof(T));
   KDTREE_RETURN_IF_FAILED(arguments.status());
-  KDTREE_LAUNCH((embed_kernel<T>), dim3(static_cast<unsigned>(a.rows.count())), dim3(kThreads), 0, stream, a,
-                fours<T>({a.table, a.y}, {a.hidden}));
-  return check_launch("embed_kernel");
+  return launch_behind("embed_kernel", embed_kernel<T>, dim3(static_cast<unsigned>(a.rows.count())), dim3(kThreads), 0,
+                       stream, a, fours<T>({a.table, a.y}, {a.hidden}));
 }
 
 }  // namespace

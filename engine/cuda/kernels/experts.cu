@@ -8,7 +8,7 @@
 // expert's weights once; tiles of one expert follow each other in the grid, so that a second one finds them in L2.
 // The grid is for as many tiles as there could be: what is not needed ends at once.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/experts_group.h"
 #include "kernels/layers.h"
 #include "kernels/linear_order.h"
@@ -38,6 +38,7 @@ struct Problem {
 
 template <typename T>
 __global__ void __launch_bounds__(kGroupWarps* kWarp) experts_group_kernel(Problem<T> p) {
+  start_behind();
   const ExpertScratch<T>& s = p.scratch;
   group_expert_pairs({p.a.ids, p.a.rows_used == nullptr ? nullptr : &p.rows, p.a.rows, p.a.chosen, kTileRows,
                       s.tile_count, s.tiles, s.order});
@@ -53,6 +54,7 @@ __device__ ExpertTile own_tile(const ExpertScratch<T>& scratch) {
 // kRows: the most rows of a tile.
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem<T> p) {
+  start_behind();
   const ExpertTile tile = own_tile(p.scratch);
   const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * (kOuts / 2);
   if (tile.rows == 0 || first_out >= p.a.width) return;
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) experts_gate_up_kernel(Problem<
 
 template <typename T, int kRows>
 __global__ void __launch_bounds__(kWarps* kWarp) experts_down_kernel(Problem<T> p) {
+  start_behind();
   const ExpertTile tile = own_tile(p.scratch);
   const int first_out = (static_cast<int>(blockIdx.y) * kWarps + warp_id()) * kOuts;
   if (tile.rows == 0 || first_out >= p.a.hidden) return;
@@ -112,6 +115,7 @@ __device__ float4 added(float4 a, float4 b) {
 
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads) experts_combine_kernel(Problem<T> p, bool vector) {
+  start_behind();
   const int row = static_cast<int>(blockIdx.x);
   const int c = 4 * static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x), count = p.a.hidden - c;
   if (count <= 0 || !p.used(row)) return;
@@ -128,12 +132,11 @@ template <int kRows, typename T>
 kdtree_status multiply(const Problem<T>& p, cudaStream_t stream) {
   const unsigned tiles = static_cast<unsigned>(p.scratch.most_tiles);
   const dim3 block(kWarps * kWarp);
-  KDTREE_LAUNCH((experts_gate_up_kernel<T, kRows>),
-                dim3(tiles, static_cast<unsigned>(ceil_div(p.a.width, kWarps * kOuts / 2))), block, 0, stream, p);
-  KDTREE_RETURN_IF_FAILED(check_launch("experts_gate_up_kernel"));
-  KDTREE_LAUNCH((experts_down_kernel<T, kRows>),
-                dim3(tiles, static_cast<unsigned>(ceil_div(p.a.hidden, kWarps * kOuts))), block, 0, stream, p);
-  return check_launch("experts_down_kernel");
+  const dim3 gates(tiles, static_cast<unsigned>(ceil_div(p.a.width, kWarps * kOuts / 2)));
+  const dim3 outs(tiles, static_cast<unsigned>(ceil_div(p.a.hidden, kWarps * kOuts)));
+  KDTREE_RETURN_IF_FAILED(
+      launch_behind("experts_gate_up_kernel", experts_gate_up_kernel<T, kRows>, gates, block, 0, stream, p));
+  return launch_behind("experts_down_kernel", experts_down_kernel<T, kRows>, outs, block, 0, stream, p);
 }
 
 template <typename T>
@@ -159,14 +162,13 @@ kdtree_status multiply_experts(const ExpertsArgs<T>& a, cudaStream_t stream) {
 
   const Problem<T> p{a, a.rows_used == nullptr ? Rows{} : *a.rows_used,
                      scratch_of<T>(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen)};
-  KDTREE_LAUNCH((experts_group_kernel<T>), dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p);
-  KDTREE_RETURN_IF_FAILED(check_launch("experts_group_kernel"));
+  KDTREE_RETURN_IF_FAILED(
+      launch_behind("experts_group_kernel", experts_group_kernel<T>, dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p));
   // One row: no expert has two.
   KDTREE_RETURN_IF_FAILED(a.rows == 1 ? multiply<1>(p, stream) : multiply<kTileRows>(p, stream));
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(a.hidden, 4 * kCombineThreads)));
-  KDTREE_LAUNCH((experts_combine_kernel<T>), grid, dim3(kCombineThreads), 0, stream, p,
-                fours<T>({a.y}, {a.hidden}) && fours({p.scratch.out}, {a.hidden}));
-  return check_launch("experts_combine_kernel");
+  return launch_behind("experts_combine_kernel", experts_combine_kernel<T>, grid, dim3(kCombineThreads), 0, stream, p,
+                       fours<T>({a.y}, {a.hidden}) && fours({p.scratch.out}, {a.hidden}));
 }
 
 }  // namespace

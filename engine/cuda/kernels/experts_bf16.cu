@@ -12,7 +12,7 @@
 // Measured on one H200 in a first version (bench/bench_linear_bf16.cu): 64 experts of 7168 x 2048, 8 a row: 1 row 184
 // us, 89 % of the 4.3 TB/s that a copy moves; 33 rows, which chose 63 experts, 1415 us, 91 %.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/bf16_tile.h"
 #include "kernels/experts_bf16.h"
 #include "kernels/experts_group.h"
@@ -52,6 +52,7 @@ struct Problem {
 };
 
 __global__ void __launch_bounds__(kGroupWarps* kWarp) experts_bf16_group_kernel(Problem p) {
+  start_behind();
   const Scratch& s = p.scratch;
   group_expert_pairs({p.a.ids, p.a.rows_used == nullptr ? nullptr : &p.rows, p.a.rows, p.a.chosen, p.tile_rows,
                       s.tile_count, s.tiles, s.order});
@@ -79,6 +80,7 @@ __device__ __forceinline__ Bf16ChosenRows<Tile::kColumns> find_rows(const Scratc
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_gate_up_kernel(Problem p) {
   KDTREE_DYNAMIC_SHARED(shared);
+  start_behind();
   const ExpertTile tile = own_tile(p.scratch);
   if (tile.rows == 0) return;
   constexpr int kGates = Tile::kOuts / 2;
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_gate_up_kernel(Pr
   const auto x = find_rows<Tile>(
       p.scratch, tile, [&](int pair) { return p.a.x + static_cast<int64_t>(pair / p.a.chosen) * p.a.hidden; });
   const int64_t row = p.a.hidden;
-  bf16_multiply<Tile>(shared, p.a.hidden, Bf16Weights<true>{gate, p.a.width * row, 8 * row, gates - part}, x);
+  bf16_multiply<Tile>(shared, p.a.hidden, Bf16Weights<true>{gate, p.a.width * row, 8 * row, gates - part}, x, [] {});
   for (int i = static_cast<int>(threadIdx.x); i < tile.rows * kGates; i += Tile::kThreads) {
     const int row = i / kGates, own = i % kGates, out = own / 8 * kBf16Outs + own % 8;
     if (own < gates)
@@ -100,6 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_gate_up_kernel(Pr
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_down_kernel(Problem p) {
   KDTREE_DYNAMIC_SHARED(shared);
+  start_behind();
   const ExpertTile tile = own_tile(p.scratch);
   if (tile.rows == 0) return;
   const int first = static_cast<int>(blockIdx.y) * Tile::kOuts, part = lane_id() / 4;
@@ -108,7 +111,7 @@ __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_down_kernel(Probl
   const auto mid = find_rows<Tile>(p.scratch, tile,
                                    [&](int pair) { return p.scratch.mid + static_cast<int64_t>(pair) * p.a.width; });
   const int64_t row = p.a.width;
-  bf16_multiply<Tile>(shared, p.a.width, Bf16Weights<false>{down, 8 * row, 16 * row, outs - part}, mid);
+  bf16_multiply<Tile>(shared, p.a.width, Bf16Weights<false>{down, 8 * row, 16 * row, outs - part}, mid, [] {});
   for (int i = static_cast<int>(threadIdx.x); i < tile.rows * Tile::kOuts; i += Tile::kThreads) {
     const int row = i / Tile::kOuts, out = i % Tile::kOuts;
     if (out < outs)
@@ -118,6 +121,7 @@ __global__ void __launch_bounds__(Tile::kThreads) experts_bf16_down_kernel(Probl
 }
 
 __global__ void __launch_bounds__(kCombineThreads) experts_bf16_combine_kernel(Problem p) {
+  start_behind();
   const int row = static_cast<int>(blockIdx.x);
   const int c = 4 * static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
   if (c >= p.a.hidden || (p.a.rows_used != nullptr && !p.rows.used(row))) return;
@@ -147,8 +151,8 @@ kdtree_status multiply_gate_up(const Problem& p, cudaStream_t stream) {
                                               "experts_bf16_gate_up_kernel", Tile::kBytes));
   const dim3 grid(static_cast<unsigned>(p.scratch.most_tiles),
                   static_cast<unsigned>(ceil_div(p.a.width, Tile::kOuts / 2)));
-  KDTREE_LAUNCH((experts_bf16_gate_up_kernel<Tile>), grid, dim3(Tile::kThreads), Tile::kBytes, stream, p);
-  return check_launch("experts_bf16_gate_up_kernel");
+  return launch_behind("experts_bf16_gate_up_kernel", experts_bf16_gate_up_kernel<Tile>, grid, dim3(Tile::kThreads),
+                       Tile::kBytes, stream, p);
 }
 
 template <class Tile>
@@ -157,8 +161,8 @@ kdtree_status multiply_down(const Problem& p, cudaStream_t stream) {
                                               "experts_bf16_down_kernel", Tile::kBytes));
   const dim3 grid(static_cast<unsigned>(p.scratch.most_tiles),
                   static_cast<unsigned>(ceil_div(p.a.hidden, Tile::kOuts)));
-  KDTREE_LAUNCH((experts_bf16_down_kernel<Tile>), grid, dim3(Tile::kThreads), Tile::kBytes, stream, p);
-  return check_launch("experts_bf16_down_kernel");
+  return launch_behind("experts_bf16_down_kernel", experts_bf16_down_kernel<Tile>, grid, dim3(Tile::kThreads),
+                       Tile::kBytes, stream, p);
 }
 
 // Eight, Four: the tile for as many slices.
@@ -203,8 +207,8 @@ kdtree_status experts_bf16(const ExpertsBf16Args& a, cudaStream_t stream) {
   const Height height = height_of(a.rows, a.experts, a.chosen);
   const Problem p{a, a.rows_used == nullptr ? Rows{} : *a.rows_used,
                   scratch_of(a.workspace, a.rows, a.hidden, a.width, a.experts, a.chosen), static_cast<int>(height)};
-  KDTREE_LAUNCH(experts_bf16_group_kernel, dim3(1), dim3(kGroupWarps * kWarp), 0, stream, p);
-  KDTREE_RETURN_IF_FAILED(check_launch("experts_bf16_group_kernel"));
+  KDTREE_RETURN_IF_FAILED(launch_behind("experts_bf16_group_kernel", experts_bf16_group_kernel, dim3(1),
+                                        dim3(kGroupWarps * kWarp), 0, stream, p));
   if (height == Height::kLow)
     KDTREE_RETURN_IF_FAILED((multiply<Bf16Tile<1, 1, 8, 2, 4>, Bf16Tile<1, 1, 4, 2, 4>>(p, stream)));
   else if (height == Height::kMiddle)
@@ -212,8 +216,8 @@ kdtree_status experts_bf16(const ExpertsBf16Args& a, cudaStream_t stream) {
   else
     KDTREE_RETURN_IF_FAILED((multiply<Bf16Tile<2, 5, 8, 1, 2>, Bf16Tile<4, 5, 4, 1, 3>>(p, stream)));
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(a.hidden, 4 * kCombineThreads)));
-  KDTREE_LAUNCH(experts_bf16_combine_kernel, grid, dim3(kCombineThreads), 0, stream, p);
-  return check_launch("experts_bf16_combine_kernel");
+  return launch_behind("experts_bf16_combine_kernel", experts_bf16_combine_kernel, grid, dim3(kCombineThreads), 0,
+                       stream, p);
 }
 
 }  // namespace kdtree

@@ -9,8 +9,8 @@
 //
 // Every block checks its request for itself, so that nothing moves where something is refused; one block reports.
 
+#include "common/behind.h"
 #include "common/block.h"
-#include "common/error.h"
 #include "kernels/cache_row.h"
 #include "kernels/request.h"
 
@@ -81,6 +81,7 @@ __device__ Outcome plan(const kdtree_kv_compact_args& a, int request, Moves& mov
 
 template <typename Word>
 __global__ void __launch_bounds__(kMostThreads) kv_compact_kernel(kdtree_kv_compact_args a) {
+  start_behind();
   __shared__ Moves moves;
   const int request = static_cast<int>(blockIdx.z);
   if (threadIdx.x < kWarp) {
@@ -126,9 +127,8 @@ kdtree_status launch(const kdtree_kv_compact_args& a) {
   int64_t layers = ceil_div(kEnoughBlocks, across * a.requests);
   if (layers > a.cache.layers) layers = a.cache.layers;
   const dim3 grid(static_cast<unsigned>(across), static_cast<unsigned>(layers), static_cast<unsigned>(a.requests));
-  KDTREE_LAUNCH((kv_compact_kernel<Word>), grid, dim3(static_cast<unsigned>(threads)), 0,
-                static_cast<cudaStream_t>(a.stream), a);
-  return check_launch("kv_compact_kernel");
+  return launch_behind("kv_compact_kernel", kv_compact_kernel<Word>, grid, dim3(static_cast<unsigned>(threads)), 0,
+                       static_cast<cudaStream_t>(a.stream), a);
 }
 
 kdtree_status check(const kdtree_kv_compact_args& a) {

@@ -18,7 +18,7 @@
 
 #include <type_traits>
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "common/ptx.h"
 #include "kernels/linear_bf16.h"
 #include "kernels/linear_cublas.h"
@@ -53,6 +53,7 @@ __device__ LinearBf16Result result_of(const LinearBf16Args& a, int64_t batch) { 
 
 template <int kRows, int kOuts, class Args>
 __global__ void __launch_bounds__(kStreamWarps* kWarp, 5) linear_stream_kernel(Args a) {
+  start_behind();
   using T = std::remove_pointer_t<decltype(a.x)>;  // const
   const int first_row = static_cast<int>(blockIdx.x) * kRows;
   const int first_out = (static_cast<int>(blockIdx.y) * kStreamWarps + warp_id()) * kOuts;
@@ -85,6 +86,7 @@ struct Tiling {
 // Tiles of kStages steps: rows of x, then rows of w, 128 floats each.
 template <int kOuts, int kStages>
 __global__ void __launch_bounds__(2 * kTileWarps * kWarp) linear_tile_kernel(LinearArgs a, Tiling tiling) {
+  start_behind();
   KDTREE_DYNAMIC_SHARED(shared);
   float* const stages = reinterpret_cast<float*>(shared);
   constexpr int kBlockOuts = kTileWarps * kOuts;
@@ -142,8 +144,8 @@ template <int kRows, int kOuts, class Args>
 kdtree_status launch_stream(const Args& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, kRows)),
                   static_cast<unsigned>(ceil_div(a.out, kStreamWarps * kOuts)), static_cast<unsigned>(a.batch));
-  KDTREE_LAUNCH((linear_stream_kernel<kRows, kOuts, Args>), grid, dim3(kStreamWarps * kWarp), 0, stream, a);
-  return check_launch("linear_stream_kernel");
+  return launch_behind("linear_stream_kernel", linear_stream_kernel<kRows, kOuts, Args>, grid,
+                       dim3(kStreamWarps * kWarp), 0, stream, a);
 }
 
 template <int kOuts, int kStages>
@@ -154,8 +156,7 @@ kdtree_status launch_tile(const LinearArgs& a, const Tiling& tiling, cudaStream_
   const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tiling.rows())),
                   static_cast<unsigned>(ceil_div(a.out, kTileWarps * kOuts)), static_cast<unsigned>(a.batch));
   const dim3 block(static_cast<unsigned>(tiling.groups * kTileWarps * kWarp));
-  KDTREE_LAUNCH((linear_tile_kernel<kOuts, kStages>), grid, block, bytes, stream, a, tiling);
-  return check_launch("linear_tile_kernel");
+  return launch_behind("linear_tile_kernel", linear_tile_kernel<kOuts, kStages>, grid, block, bytes, stream, a, tiling);
 }
 
 // The rows fall into equal groups of at most 17; a block takes two where there are several.

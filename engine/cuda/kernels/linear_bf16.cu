@@ -12,7 +12,7 @@
 //   7168 -> 18432      87 (.96)   81 (.91)   70 (.77)   54 (.61)   48 (.54)
 //   7168 -> 2112       67 (1.27)  63 (1.20)  56 (1.08)  47 (.94)   36 (.73)
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/bf16_tile.h"
 #include "kernels/linear_bf16.h"
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16A
   const uint16_t* const w = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out + part) * a.in;
   const int64_t eight = int64_t{8} * a.in;
   bf16_multiply<Tile>(shared, a.in, Bf16Weights<false>{w, eight, 2 * eight, outs - part},
-                      Bf16Rows{x, a.x_stride, rows - part});
+                      Bf16Rows{x, a.x_stride, rows - part}, start_behind);
 
   const LinearBf16Result result(a, blockIdx.z);
   for (int i = static_cast<int>(threadIdx.x); i < rows * Tile::kOuts; i += Tile::kThreads) {
@@ -55,8 +55,8 @@ kdtree_status launch_tile(const LinearBf16Args& a, int tile_rows, cudaStream_t s
       allow_shared_memory(reinterpret_cast<const void*>(linear_bf16_kernel<Tile>), "linear_bf16_kernel", Tile::kBytes));
   const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tile_rows)),
                   static_cast<unsigned>(ceil_div(a.out, Tile::kOuts)), static_cast<unsigned>(a.batch));
-  KDTREE_LAUNCH((linear_bf16_kernel<Tile>), grid, dim3(Tile::kThreads), Tile::kBytes, stream, a, tile_rows);
-  return check_launch("linear_bf16_kernel");
+  return launch_behind("linear_bf16_kernel", linear_bf16_kernel<Tile>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
+                       a, tile_rows);
 }
 
 // The tile with as many stages as fit into kBytes, at most kStages.
@@ -82,6 +82,12 @@ kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream
   return launch_tile<Least>(a, tile_rows, stream);
 }
 
+// Blocks of the smallest tiles that all run at once: such weights are read several times from L2 for nothing, and what
+// counts is how long a block takes.
+bool few_blocks(const LinearBf16Args& a) {
+  return ceil_div(a.rows, 3 * kBf16Rows) * ceil_div(a.out, kBf16Outs) * a.batch <= 2 * kMultiprocessors;
+}
+
 kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_t stream) {
   if (rows <= 8) return launch<1, 1, 8, 2, 8>(a, rows, stream);
   if (rows <= 16) return launch<1, 2, 8, 2, 6>(a, rows, stream);
@@ -90,8 +96,9 @@ kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_
   return launch<1, 9, 8, 1, 4>(a, rows, stream);
 }
 
-kdtree_status launch_four_slices(const LinearBf16Args& a, int rows, cudaStream_t stream) {
-  if (rows <= 4) return launch<1, 1, 4, 2, 4>(a, rows, stream);
+kdtree_status launch_four_slices(const LinearBf16Args& a, int rows, bool few, cudaStream_t stream) {
+  if (rows <= (few ? 8 : 4)) return launch<1, 1, 4, 2, 4>(a, rows, stream);
+  if (few) return launch<1, 3, 4, 2, 4>(a, rows, stream);
   if (rows <= 8) return launch<2, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 16) return launch<2, 2, 4, 2, 4>(a, rows, stream);
   if (rows <= 24) return launch<2, 3, 4, 2, 4>(a, rows, stream);
@@ -119,9 +126,11 @@ kdtree_status linear_bf16(const LinearBf16Args& a, cudaStream_t stream) {
   KDTREE_RETURN_IF_FAILED(check_bf16_extents(
       "linear_bf16", {{"in", a.in}, {"x_stride", a.x_stride}, {"x_batch", a.x_batch}, {"w_batch", a.w_batch}}));
   // Equal tiles: 65 rows are one, 129 are two of 65.
-  const int tiles = static_cast<int>(ceil_div(a.rows, kMostTileRows));
+  const bool few = few_blocks(a);
+  const int tiles = static_cast<int>(ceil_div(a.rows, few ? 3 * kBf16Rows : kMostTileRows));
   const int rows = static_cast<int>(ceil_div(a.rows, tiles));
-  return bf16_slices(a.in, a.out) == 8 ? launch_eight_slices(a, rows, stream) : launch_four_slices(a, rows, stream);
+  return bf16_slices(a.in, a.out) == 8 ? launch_eight_slices(a, rows, stream)
+                                       : launch_four_slices(a, rows, few, stream);
 }
 
 }  // namespace kdtree

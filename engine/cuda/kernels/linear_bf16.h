@@ -12,7 +12,7 @@ namespace kdtree {
 struct LinearBf16Args {
   const uint16_t* x;  // bf16 bits, as w. For linear_bf16 both start at, and their strides are, multiples of 16 bytes
   int64_t x_stride, x_batch;
-  const uint16_t* w;  // rows of `in` values, contiguous
+  const uint16_t* w;  // rows of `in` values, contiguous; read before the kernel in front of this one ends
   int64_t w_batch;
   void* y;  // float32 where `wide`, else bf16
   int64_t y_stride, y_batch;

@@ -1,10 +1,9 @@
 // y = weight * (x / sqrt(mean(x^2) + eps)), perhaps of a sum. A block for a row, with as many threads as the width
 // alone asks for; rms_norm.h has the order.
 //
-// 7168 elements: 448 threads of 4 loads each, about 3 us a row on its own, all of it latency. So what is added to the
-// residual stream in front of a norm is added here.
+// All of a row's time is latency. So what is added to the residual stream in front of a norm is added here.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/layers.h"
 #include "kernels/rms_norm.h"
 
@@ -23,26 +22,54 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(RmsNormArgs<T> a
   const T* const x = a.added == nullptr ? a.x + skipped : a.sum + skipped;
   T* const y = a.y + row * a.y_stride + of_head;
   const int first = 4 * static_cast<int>(threadIdx.x), stride = 4 * static_cast<int>(blockDim.x);
+  const auto load = [&](const T* from, int c) {
+    return c < a.width ? load4(from + c, a.width - c, vector) : make_float4(0, 0, 0, 0);
+  };
+  const auto added = [&](float4 v, float4 more, float4 also) {
+    return sum4<T>(v, a.also != nullptr ? sum4<T>(also, more) : more);
+  };
+  const auto put = [&](int c, float4 v, float4 weight, float size) {
+    const float4 result = normed<T>(v, size, weight);
+    store4(y + c, result, a.width - c, vector);
+    if (a.wide != nullptr) store4(a.wide + row * a.width + c, rounded4<T>(result), a.width - c, vector);
+  };
 
+  // What a thread holds is asked for at once: the sum's place may be x's, so no load could pass a store.
+  float4 held[kNormHeld], weights[kNormHeld], more[kNormHeld], also[kNormHeld];
+  KDTREE_UNROLL
+  for (int j = 0; j < kNormHeld; ++j) weights[j] = load(a.weight, first + j * stride);
+  start_behind();
+  KDTREE_UNROLL
+  for (int j = 0; j < kNormHeld; ++j) {
+    const int c = first + j * stride;
+    held[j] = load(a.x + skipped, c);
+    if (a.added != nullptr) more[j] = load(a.added + skipped, c);
+    if (a.also != nullptr) also[j] = load(a.also + skipped, c);
+  }
   float squares = 0;
-  for (int c = first; c < a.width; c += stride) {
-    const int count = a.width - c;
-    float4 v = load4(a.x + skipped + c, count, vector);
+  KDTREE_UNROLL
+  for (int j = 0; j < kNormHeld; ++j) {
+    const int c = first + j * stride;
+    if (c >= a.width) break;
     if (a.added != nullptr) {
-      float4 more = load4(a.added + skipped + c, count, vector);
-      if (a.also != nullptr) more = sum4<T>(load4(a.also + skipped + c, count, vector), more);
-      v = sum4<T>(v, more);
-      store4(a.sum + skipped + c, v, count, vector);  // read again below, by this thread
+      held[j] = added(held[j], more[j], also[j]);
+      store4(a.sum + skipped + c, held[j], a.width - c, vector);
+    }
+    squares = add_squares(held[j], squares);
+  }
+  for (int c = first + kNormHeld * stride; c < a.width; c += stride) {
+    float4 v = load(a.x + skipped, c);
+    if (a.added != nullptr) {
+      v = added(v, load(a.added + skipped, c), a.also == nullptr ? v : load(a.also + skipped, c));
+      store4(a.sum + skipped + c, v, a.width - c, vector);  // read again below, by this thread
     }
     squares = add_squares(v, squares);
   }
   const float size = size_of_row(squares, a.width, a.eps, sums);
-  for (int c = first; c < a.width; c += stride) {
-    const int count = a.width - c;
-    const float4 result = normed<T>(load4(x + c, count, vector), size, load4(a.weight + c, count, vector));
-    store4(y + c, result, count, vector);
-    if (a.wide != nullptr) store4(a.wide + row * a.width + c, rounded4<T>(result), count, vector);
-  }
+  KDTREE_UNROLL
+  for (int j = 0; j < kNormHeld; ++j)
+    if (first + j * stride < a.width) put(first + j * stride, held[j], weights[j], size);
+  for (int c = first + kNormHeld * stride; c < a.width; c += stride) put(c, load(x, c), load(a.weight, c), size);
 }
 
 template <typename T>
@@ -66,8 +93,7 @@ kdtree_status rms_norm_rows(const RmsNormArgs<T>& a, cudaStream_t stream) {
       fours<T>({a.x, a.weight, a.y, a.added, a.also, a.sum}, {a.x_stride, a.y_stride, a.head_stride, a.width}) &&
       fours({a.wide}, {a.width});
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(a.heads));
-  KDTREE_LAUNCH((rms_norm_kernel<T>), grid, norm_threads(a.width), 0, stream, a, vector);
-  return check_launch("rms_norm_kernel");
+  return launch_behind("rms_norm_kernel", rms_norm_kernel<T>, grid, norm_threads(a.width), 0, stream, a, vector);
 }
 
 }  // namespace

@@ -11,7 +11,8 @@
 
 namespace kdtree {
 
-constexpr int kNormThreads = 512, kNormFloats = 16;  // of a block at most; of a thread, until there are so many
+constexpr int kNormThreads = 512, kNormFloats = 4;  // of a block at most; of a thread, until there are so many
+constexpr int kNormHeld = 4;                        // loads of a thread that it keeps: all of rows of up to 8192
 
 inline dim3 norm_threads(int width) { return threads_for(width, kNormFloats, kNormThreads); }
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/rope.h"
 
 namespace kdtree {
@@ -13,6 +13,7 @@ constexpr int kThreads = 128;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> a) {
+  start_behind();
   const int row = static_cast<int>(blockIdx.x);
   if (a.node_count != nullptr && row % a.block > a.node_count[row / a.block]) return;
   const int half = a.width / 2;
@@ -72,8 +73,7 @@ kdtree_status rope_rows(const RopeArgs<T>& a, cudaStream_t stream) {
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const int64_t pairs = static_cast<int64_t>(a.heads) * (a.width / 2);
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(pairs, kThreads)));
-  KDTREE_LAUNCH((rope_kernel<T>), grid, dim3(kThreads), 0, stream, a);
-  return check_launch("rope_kernel");
+  return launch_behind("rope_kernel", rope_kernel<T>, grid, dim3(kThreads), 0, stream, a);
 }
 
 }  // namespace

@@ -3,8 +3,8 @@
 // Biased scores lie in shared memory, first as their bits, then as keys: whole numbers in the order of choosing, so
 // that the best of what is left is one maximum and the lowest id that has it.
 
+#include "common/behind.h"
 #include "common/block.h"
-#include "common/error.h"
 #include "kernels/layers.h"
 #include "kernels/swiglu.h"
 
@@ -54,6 +54,7 @@ __device__ float two_best(const unsigned* bits, int size) {
 }
 
 __global__ void __launch_bounds__(kWarps* kWarp) router_kernel(RouterArgs a) {
+  start_behind();
   __shared__ unsigned key_rows[kWarps][kMostExperts];
   __shared__ unsigned group_rows[kWarps][kMostExperts];
   const int lane = lane_id();
@@ -114,9 +115,8 @@ kdtree_status router(const RouterArgs& a, cudaStream_t stream) {
       .array("ids", a.ids, sizeof(int32_t))
       .array("weights", a.weights, sizeof(float));
   KDTREE_RETURN_IF_FAILED(arguments.status());
-  KDTREE_LAUNCH(router_kernel, dim3(static_cast<unsigned>(ceil_div(a.rows, kWarps))), dim3(kWarps * kWarp), 0, stream,
-                a);
-  return check_launch("router_kernel");
+  return launch_behind("router_kernel", router_kernel, dim3(static_cast<unsigned>(ceil_div(a.rows, kWarps))),
+                       dim3(kWarps * kWarp), 0, stream, a);
 }
 
 }  // namespace kdtree

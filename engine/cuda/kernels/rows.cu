@@ -1,6 +1,6 @@
 // Rows moved and added: features, sums. A thread for four neighbours.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "common/launch.h"
 #include "kernels/layers.h"
 #include "kernels/vector4.h"
@@ -12,6 +12,7 @@ constexpr int kThreads = 256;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) add_kernel(const T* x, const T* z, T* y, int64_t size, bool vector) {
+  start_behind();
   const int64_t i = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
   if (i >= size) return;
   const int count = size - i < 4 ? static_cast<int>(size - i) : 4;
@@ -22,6 +23,7 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const T* x, const T* z, T
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyRowsArgs<T> a, bool vector) {
+  start_behind();
   const int64_t row = blockIdx.x;
   const T* const from = a.src + row * a.src_stride;
   T* const to = a.dst + row * a.dst_stride;
@@ -37,9 +39,8 @@ kdtree_status add_arrays(const T* x, const T* z, T* y, int64_t count, cudaStream
       .array("z", z, sizeof(T))
       .array("y", y, sizeof(T));
   KDTREE_RETURN_IF_FAILED(arguments.status());
-  KDTREE_LAUNCH((add_kernel<T>), dim3(static_cast<unsigned>(ceil_div(count, 4 * kThreads))), dim3(kThreads), 0, stream,
-                x, z, y, count, fours<T>({x, z, y}, {}));
-  return check_launch("add_kernel");
+  return launch_behind("add_kernel", add_kernel<T>, dim3(static_cast<unsigned>(ceil_div(count, 4 * kThreads))),
+                       dim3(kThreads), 0, stream, x, z, y, count, fours<T>({x, z, y}, {}));
 }
 
 template <typename T>
@@ -53,9 +54,8 @@ kdtree_status copy_all_rows(const CopyRowsArgs<T>& a, cudaStream_t stream) {
       .array("dst", a.dst, sizeof(T));
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const bool vector = fours<T>({a.src, a.dst}, {a.src_stride, a.dst_stride, a.width});
-  KDTREE_LAUNCH((copy_rows_kernel<T>), dim3(static_cast<unsigned>(a.rows)), threads_for(a.width, 4, kThreads), 0,
-                stream, a, vector);
-  return check_launch("copy_rows_kernel");
+  return launch_behind("copy_rows_kernel", copy_rows_kernel<T>, dim3(static_cast<unsigned>(a.rows)),
+                       threads_for(a.width, 4, kThreads), 0, stream, a, vector);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // y[m, i] = silu(both[m, i]) * both[m, width + i]. A thread for four neighbours of a row.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/layers.h"
 #include "kernels/swiglu.h"
 #include "kernels/vector4.h"
@@ -12,6 +12,7 @@ constexpr int kThreads = 128;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(SwigluArgs<T> a, bool vector) {
+  start_behind();
   const int c = 4 * static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
   const int count = a.width - c;
   if (count <= 0) return;
@@ -31,8 +32,8 @@ kdtree_status swiglu_rows(const SwigluArgs<T>& a, cudaStream_t stream) {
       .array("y", a.y, sizeof(T));
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(a.width, 4 * kThreads)));
-  KDTREE_LAUNCH((swiglu_kernel<T>), grid, dim3(kThreads), 0, stream, a, fours<T>({a.both, a.y}, {a.width}));
-  return check_launch("swiglu_kernel");
+  return launch_behind("swiglu_kernel", swiglu_kernel<T>, grid, dim3(kThreads), 0, stream, a,
+                       fours<T>({a.both, a.y}, {a.width}));
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 // (0, 1], position < 0) gets -1, as does a row without a choice; a request whose node count does not fit its block has
 // no rows. The accept stage reports both.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "common/launch.h"
 #include "kernels/choice_sample.h"
 #include "kernels/request.h"
@@ -48,6 +48,7 @@ struct Rows {
 
 template <typename T>
 __global__ void __launch_bounds__(kMostThreads) greedy_kernel(kdtree_target_choice_args a) {
+  start_behind();
   __shared__ Best slots[kWarp];
   const Rows at{a, static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y)};
   if (!at.wanted(false)) return;
@@ -62,6 +63,7 @@ __global__ void __launch_bounds__(kMostThreads) greedy_kernel(kdtree_target_choi
 }
 
 __global__ void __launch_bounds__(kWarp) merge_kernel(kdtree_target_choice_args a, int parts) {
+  start_behind();
   const Rows at{a, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x)};
   if (!at.wanted(false)) return;
   Best mine{0, 0};
@@ -75,6 +77,7 @@ __global__ void __launch_bounds__(kWarp) merge_kernel(kdtree_target_choice_args 
 
 template <typename T>
 __global__ void __launch_bounds__(kSampleThreads, 2) sample_kernel(kdtree_target_choice_args a) {
+  start_behind();
   __shared__ SampleScratch scratch;
   const Rows at{a, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x)};
   if (!at.wanted(true)) return;
@@ -109,16 +112,15 @@ kdtree_status launch(const kdtree_target_choice_args& a) {
   const unsigned requests = static_cast<unsigned>(a.requests), rows = static_cast<unsigned>(a.rows);
   const int parts = parts_of_row(a.requests, a.rows, a.vocab_size);
   const int64_t groups = ceil_div(a.vocab_size, 16 / sizeof(T));
-  KDTREE_LAUNCH((greedy_kernel<T>), dim3(static_cast<unsigned>(parts), rows, requests),
-                threads_for(ceil_div(groups, parts), 1, kMostThreads), 0, stream, a);
-  KDTREE_RETURN_IF_FAILED(check_launch("greedy_kernel"));
-  if (parts > 1) {
-    KDTREE_LAUNCH(merge_kernel, dim3(rows, requests), dim3(kWarp), 0, stream, a, parts);
-    KDTREE_RETURN_IF_FAILED(check_launch("merge_kernel"));
-  }
+  KDTREE_RETURN_IF_FAILED(launch_behind("greedy_kernel", greedy_kernel<T>,
+                                        dim3(static_cast<unsigned>(parts), rows, requests),
+                                        threads_for(ceil_div(groups, parts), 1, kMostThreads), 0, stream, a));
+  if (parts > 1)
+    KDTREE_RETURN_IF_FAILED(
+        launch_behind("merge_kernel", merge_kernel, dim3(rows, requests), dim3(kWarp), 0, stream, a, parts));
   if (a.temperatures == nullptr) return KDTREE_OK;
-  KDTREE_LAUNCH((sample_kernel<T>), dim3(rows, requests), threads_for(a.vocab_size, 1, kSampleThreads), 0, stream, a);
-  return check_launch("sample_kernel");
+  return launch_behind("sample_kernel", sample_kernel<T>, dim3(rows, requests),
+                       threads_for(a.vocab_size, 1, kSampleThreads), 0, stream, a);
 }
 
 }  // namespace

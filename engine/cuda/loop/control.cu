@@ -1,3 +1,4 @@
+#include "common/behind.h"
 #include "kernels/request.h"
 #include "loop/control.h"
 
@@ -15,6 +16,7 @@ __device__ bool stops(const Control& c, int request, int token) {
 }
 
 __global__ void plan_round_kernel(Control c) {
+  start_behind();
   const int r = request_of_thread();
   if (r >= c.requests) return;
   const bool runs = c.finish[r] == KDTREE_RUNNING;
@@ -28,11 +30,13 @@ __global__ void plan_round_kernel(Control c) {
 }
 
 __global__ void plan_verify_kernel(Control c) {
+  start_behind();
   const int r = request_of_thread();
   if (r < c.requests) c.rows_used[r] = c.status[3 * r] == KDTREE_REQUEST_OK ? c.node_count[r] : -1;
 }
 
 __global__ void cut_path_kernel(Control c) {
+  start_behind();
   const int r = request_of_thread();
   if (r >= c.requests) return;
   int kept = c.status[3 * r] == KDTREE_REQUEST_OK ? c.accepted[r] : -1;
@@ -44,6 +48,7 @@ __global__ void cut_path_kernel(Control c) {
 }
 
 __global__ void end_round_kernel(Control c) {
+  start_behind();
   const int r = request_of_thread();
   if (r >= c.requests) return;
   Record& record = c.records[r];
@@ -90,6 +95,7 @@ __global__ void end_round_kernel(Control c) {
 }
 
 __global__ void plan_prompt_kernel(Control c, PromptChunk p) {
+  start_behind();
   const int r = static_cast<int>(blockIdx.x), length = p.lengths[r];
   const int used = min(max(length - p.begin, 0), p.width);  // rows of this pass
   for (int i = threadIdx.x; i < p.width; i += blockDim.x) {
@@ -107,11 +113,13 @@ __global__ void plan_prompt_kernel(Control c, PromptChunk p) {
 }
 
 __global__ void keep_choices_kernel(Control c, const int32_t* ends, const int32_t* choices, int32_t* into) {
+  start_behind();
   const int r = request_of_thread();
   if (r < c.requests && ends[3 * r] == KDTREE_REQUEST_OK) into[r] = choices[r];
 }
 
 __global__ void end_prompt_kernel(Control c, const int32_t* choices, const int32_t* lengths) {
+  start_behind();
   const int r = request_of_thread();
   if (r >= c.requests) return;
   Record& record = c.records[r];
@@ -136,11 +144,11 @@ __global__ void end_prompt_kernel(Control c, const int32_t* choices, const int32
   record.cache_length = c.prefix[r];
 }
 
-template <typename Kernel, typename... Rest>
-kdtree_status launch_requests(Kernel kernel, const char* name, const Control& c, cudaStream_t stream, Rest... rest) {
-  KDTREE_LAUNCH(kernel, dim3(static_cast<unsigned>(ceil_div(c.requests, kThreads))), dim3(kThreads), 0, stream, c,
-                rest...);
-  return check_launch(name);
+template <typename... Rest>
+kdtree_status launch_requests(void (*kernel)(Control, Rest...), const char* name, const Control& c, cudaStream_t stream,
+                              Rest... rest) {
+  return launch_behind(name, kernel, dim3(static_cast<unsigned>(ceil_div(c.requests, kThreads))), dim3(kThreads), 0,
+                       stream, c, rest...);
 }
 
 }  // namespace
@@ -165,8 +173,8 @@ kdtree_status end_prompt(const Control& c, const int32_t* choices, const int32_t
   return launch_requests(end_prompt_kernel, "end_prompt_kernel", c, stream, choices, lengths);
 }
 kdtree_status plan_prompt(const Control& c, const PromptChunk& chunk, cudaStream_t stream) {
-  KDTREE_LAUNCH(plan_prompt_kernel, dim3(static_cast<unsigned>(c.requests)), dim3(kThreads), 0, stream, c, chunk);
-  return check_launch("plan_prompt_kernel");
+  return launch_behind("plan_prompt_kernel", plan_prompt_kernel, dim3(static_cast<unsigned>(c.requests)),
+                       dim3(kThreads), 0, stream, c, chunk);
 }
 
 }  // namespace kdtree

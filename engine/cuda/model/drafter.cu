@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/behind.h"
 #include "model/drafter.h"
 #include "model/products.h"
 #include "model/weights.h"
@@ -21,6 +22,7 @@ template <typename T>
 __global__ void gather_kernel(const T* features, int width, int columns, const int32_t* path, int path_stride,
                               const int32_t* accepted, const int32_t* lengths, T* gathered, int new_rows,
                               int32_t* positions, int32_t* counts) {
+  start_behind();
   const int request = static_cast<int>(blockIdx.y), m = static_cast<int>(blockIdx.x);
   const int last = min(accepted[request], new_rows - 1);
   const int64_t row = static_cast<int64_t>(request) * new_rows + m;
@@ -38,6 +40,7 @@ __global__ void gather_kernel(const T* features, int width, int columns, const i
 template <typename T>
 __global__ void store_context_kernel(const T* pairs, const int32_t* positions, const int32_t* counts, T* context,
                                      int new_rows, int capacity, int pair) {
+  start_behind();
   const int request = static_cast<int>(blockIdx.y), m = static_cast<int>(blockIdx.x);
   if (m > counts[request]) return;
   const int64_t row = static_cast<int64_t>(request) * new_rows + m;
@@ -48,6 +51,7 @@ __global__ void store_context_kernel(const T* pairs, const int32_t* positions, c
 // Tokens [root, mask, mask, ...] and positions of each block; node_count -1 for a request without work.
 __global__ void block_kernel(const int32_t* roots, const int32_t* lengths, int mask, int block, int32_t* tokens,
                              int32_t* positions, int32_t* node_count) {
+  start_behind();
   const int request = static_cast<int>(blockIdx.x), length = lengths[request];
   for (int i = threadIdx.x; i < block; i += blockDim.x) {
     tokens[request * block + i] = i == 0 ? roots[request] : mask;
@@ -59,6 +63,7 @@ __global__ void block_kernel(const int32_t* roots, const int32_t* lengths, int m
 // Rows 1.. of each block, for the head: y [R, block - 1, hidden].
 template <typename T>
 __global__ void drop_first_kernel(const T* x, T* y, int block, int hidden) {
+  start_behind();
   const int request = static_cast<int>(blockIdx.y), row = static_cast<int>(blockIdx.x);
   for (int i = threadIdx.x; i < hidden; i += blockDim.x)
     y[(static_cast<int64_t>(request) * (block - 1) + row) * hidden + i] =
@@ -216,9 +221,9 @@ void Drafter::BodyOf<T>::observe(const void* features, int width, const int32_t*
                         std::to_string(fresh) + " new positions, planned for " + std::to_string(s.new_rows));
   const int rows = requests * fresh;
   const dim3 grid(static_cast<unsigned>(fresh), static_cast<unsigned>(requests));
-  KDTREE_LAUNCH((gather_kernel<T>), grid, dim3(kThreads), 0, stream, static_cast<const T*>(features), width, columns,
-                path, path_stride, accepted, lengths, s.gathered, fresh, s.new_positions, s.new_counts);
-  require(check_launch("gather_kernel"));
+  require(launch_behind("gather_kernel", gather_kernel<T>, grid, dim3(kThreads), 0, stream,
+                        static_cast<const T*>(features), width, columns, path, path_stride, accepted, lengths,
+                        s.gathered, fresh, s.new_positions, s.new_counts));
   multiply(products_, s.gathered, w.fc, s.projected, rows, hidden, columns, stream);
   require(rms_norm(RmsNormArgs<T>{s.projected, hidden, w.hidden_norm, s.projected, hidden, rows, hidden,
                                   static_cast<float>(c.rms_norm_eps)},
@@ -231,9 +236,9 @@ void Drafter::BodyOf<T>::observe(const void* features, int width, const int32_t*
     require(rope(RopeArgs<T>{s.pairs, pair, dim, w.cos, w.sin, s.new_positions, s.new_counts, rows, fresh, kv_heads,
                              dim, RopeLayout::kHalf},
                  stream));
-    KDTREE_LAUNCH((store_context_kernel<T>), grid, dim3(kThreads), 0, stream, s.pairs, s.new_positions, s.new_counts,
-                  s.context[static_cast<size_t>(index)], fresh, s.capacity, pair);
-    require(check_launch("store_context_kernel"));
+    require(launch_behind("store_context_kernel", store_context_kernel<T>, grid, dim3(kThreads), 0, stream, s.pairs,
+                          s.new_positions, s.new_counts, s.context[static_cast<size_t>(index)], fresh, s.capacity,
+                          pair));
     if (trace != nullptr) {
       const std::string at = "layers." + std::to_string(index) + "/";
       trace->add(at + "context_key", s.pairs, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
@@ -260,9 +265,8 @@ void Drafter::BodyOf<T>::propose(const int32_t* roots, const int32_t* lengths, f
     if (trace != nullptr) trace->add(name, array, count, width, stride, std::move(shape), stream);
   };
 
-  KDTREE_LAUNCH(block_kernel, dim3(static_cast<unsigned>(requests)), dim3(kWarp), 0, stream, roots, lengths,
-                c.mask_token_id, block, s.tokens, s.positions, s.node_count);
-  require(check_launch("block_kernel"));
+  require(launch_behind("block_kernel", block_kernel, dim3(static_cast<unsigned>(requests)), dim3(kWarp), 0, stream,
+                        roots, lengths, c.mask_token_id, block, s.tokens, s.positions, s.node_count));
   Rows of_block{};
   of_block.requests = requests;
   of_block.width = block;
@@ -307,9 +311,9 @@ void Drafter::BodyOf<T>::propose(const int32_t* roots, const int32_t* lengths, f
   }
   if (block == 1) return;
   const int drafted = requests * (block - 1);
-  KDTREE_LAUNCH((drop_first_kernel<T>), dim3(static_cast<unsigned>(block - 1), static_cast<unsigned>(requests)),
-                dim3(kThreads), 0, stream, s.x, s.last, block, hidden);
-  require(check_launch("drop_first_kernel"));
+  const dim3 of_drafted(static_cast<unsigned>(block - 1), static_cast<unsigned>(requests));
+  require(launch_behind("drop_first_kernel", drop_first_kernel<T>, of_drafted, dim3(kThreads), 0, stream, s.x, s.last,
+                        block, hidden));
   require(rms_norm(RmsNormArgs<T>{s.last, hidden, w.norm, s.last, hidden, drafted, hidden, eps}, stream));
   note("final_norm", s.last, hidden, hidden, {drafted, hidden});
   project(s.last, w.head, logits, c.vocab_size, hidden, drafted);
