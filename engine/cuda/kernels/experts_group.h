@@ -83,6 +83,16 @@ __device__ inline void count_expert_pairs(const ExpertGroups& g, int begin, int 
 __device__ inline void group_expert_pairs(const ExpertGroups& g) {
   __shared__ int counts[kGroupWarps][kMostExperts];  // of each warp's stretch; then where its next pair goes
   __shared__ unsigned totals[2][kWarp];
+  if (g.rows == 1) {  // no expert has two pairs
+    const bool used = g.used == nullptr || g.used->used(0);
+    const int slot = static_cast<int>(threadIdx.x);
+    if (used && slot < g.chosen) {
+      g.order[slot] = slot;
+      g.tiles[slot] = {g.ids[slot], slot, 1};
+    }
+    if (slot == 0) *g.tile_count = used ? g.chosen : 0;
+    return;
+  }
   BlockScan scan(totals);
   const int warp = warp_id(), expert = static_cast<int>(threadIdx.x);
   const int pairs = g.rows * g.chosen;

@@ -1,7 +1,7 @@
 // The cache row of each row of a pass: the latent is normed (rms_norm.h), the rope key turns (rope.h), both go to the
-// cache. A block for a row.
+// cache. A block for a row, and others for the queries that turn with it.
 
-#include "common/error.h"
+#include "common/behind.h"
 #include "kernels/cache_row.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
@@ -13,29 +13,43 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads) latent_kernel(LatentArgs<T> a, bool vector) {
   __shared__ float sums[kNormThreads / kWarp];
+  start_behind();
   const int row = static_cast<int>(blockIdx.x), request = row / a.rows.width;
   if (!a.rows.used(row)) return;
+  const int64_t entry = static_cast<int64_t>(a.rows.positions[row]) * (a.rope / 2);
+  if (blockIdx.y > 0) {
+    const int pair = static_cast<int>((blockIdx.y - 1) * blockDim.x + threadIdx.x), half = a.rope / 2;
+    if (pair < a.heads * half)
+      turn_pair(a.queries + row * a.query_stride + pair / half * a.head_stride, a.rope, pair % half, a.cos + entry,
+                a.sin + entry, a.layout);
+    return;
+  }
   T* const kv = a.kv + row * a.kv_stride;
+  const int first = 4 * static_cast<int>(threadIdx.x), stride = 4 * static_cast<int>(blockDim.x);
+  // What most threads have of the row, asked for before anything waits; zeros for the others.
+  const bool one = first < a.rank;
+  const float4 held = one ? load4(kv + first, a.rank - first, vector) : make_float4(0, 0, 0, 0);
+  const float4 weight = one ? load4(a.weight + first, a.rank - first, vector) : held;
   const int64_t place = static_cast<int64_t>(a.rows.prefix_lengths[request]) + row % a.rows.width;
   const int64_t offset = place < 0 || place >= a.cache.capacity ? -1 : cache_row(a.cache, request, place);
   unsigned char* const layer = static_cast<unsigned char*>(a.cache.base) + a.layer * a.cache.layer_stride;
   T* const cached = offset < 0 ? nullptr : reinterpret_cast<T*>(layer + offset);
-  const int first = 4 * static_cast<int>(threadIdx.x), stride = 4 * static_cast<int>(blockDim.x);
 
-  float squares = 0;
-  for (int c = first; c < a.rank; c += stride) squares = add_squares(load4(kv + c, a.rank - c, vector), squares);
-  const float size = size_of_row(squares, a.rank, a.eps, sums);
-  for (int c = first; c < a.rank; c += stride) {
-    const int count = a.rank - c;
-    const float4 result = normed<T>(load4(kv + c, count, vector), size, load4(a.weight + c, count, vector));
-    store4(kv + c, result, count, vector);
-    if (cached != nullptr) store4(cached + c, result, count, vector);
-  }
   T* const key = kv + a.rank;
-  const int64_t entry = static_cast<int64_t>(a.rows.positions[row]) * (a.rope / 2);
   for (int i = static_cast<int>(threadIdx.x); i < a.rope / 2; i += static_cast<int>(blockDim.x))
     turn_pair(key, a.rope, i, a.cos + entry, a.sin + entry, a.layout);
-  __syncthreads();  // the key is whole
+  float squares = add_squares(held, 0);
+  for (int c = first + stride; c < a.rank; c += stride)
+    squares = add_squares(load4(kv + c, a.rank - c, vector), squares);
+  const float size = size_of_row(squares, a.rank, a.eps, sums);  // all threads meet in it: the key is whole
+  const auto put = [&](int c, float4 v, float4 w) {
+    const float4 result = normed<T>(v, size, w);
+    store4(kv + c, result, a.rank - c, vector);
+    if (cached != nullptr) store4(cached + c, result, a.rank - c, vector);
+  };
+  if (one) put(first, held, weight);
+  for (int c = first + stride; c < a.rank; c += stride)
+    put(c, load4(kv + c, a.rank - c, vector), load4(a.weight + c, a.rank - c, vector));
   if (cached == nullptr) return;
   for (int i = static_cast<int>(threadIdx.x); i < a.rope; i += static_cast<int>(blockDim.x))
     cached[a.rank + i] = key[i];
@@ -74,13 +88,20 @@ kdtree_status write_latents(const LatentArgs<T>& a, cudaStream_t stream) {
   if (cache.block_size > 0 && !arguments.failed())
     arguments.range("cache.table_stride", cache.table_stride, ceil_div(cache.capacity, cache.block_size), kMost)
         .array("cache.block_table", cache.block_table, sizeof(int32_t));
+  const int64_t pairs = a.queries == nullptr ? 0 : static_cast<int64_t>(a.heads) * (a.rope / 2);
+  if (a.queries != nullptr)
+    arguments.array("queries", a.queries, sizeof(T))
+        .range("heads", a.heads, 1, 1 << 20)
+        .range("heads * rope / 2", pairs, 0, 65534 * kWarp)
+        .range("head_stride", a.head_stride, a.rope, INT64_MAX)
+        .range("query_stride", a.query_stride, (a.heads - 1) * a.head_stride + a.rope, INT64_MAX);
   KDTREE_RETURN_IF_FAILED(arguments.status());
   const bool vector = fours<T>({a.kv, a.weight, cache.base},
                                {a.kv_stride, a.rank, cache.row_stride / kElement, cache.layer_stride / kElement,
                                 cache.block_size == 0 ? cache.request_stride / kElement : 0});
-  KDTREE_LAUNCH((latent_kernel<T>), dim3(static_cast<unsigned>(a.rows.count())), norm_threads(a.rank), 0, stream, a,
-                vector);
-  return check_launch("latent_kernel");
+  const dim3 threads = norm_threads(a.rank);
+  const dim3 grid(static_cast<unsigned>(a.rows.count()), 1 + static_cast<unsigned>(ceil_div(pairs, threads.x)));
+  return launch_behind("latent_kernel", latent_kernel<T>, grid, threads, 0, stream, a, vector);
 }
 
 }  // namespace

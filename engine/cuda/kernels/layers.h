@@ -98,7 +98,8 @@ kdtree_status rope(const RopeArgs<float>& args, cudaStream_t stream);
 kdtree_status rope(const RopeArgs<uint16_t>& args, cudaStream_t stream);
 
 // Rows m of a pass become their cache rows: of kv [M, rank + rope], in place, the latent is normed as by rms_norm and
-// the rope key turns as by rope; then row m goes to cache row prefix + i of its request, if there is one.
+// the rope key turns as by rope; then row m goes to cache row prefix + i of its request, if there is one. Queries
+// [M, heads, rope], where given, turn by the same angles.
 template <typename T>
 struct LatentArgs {
   Rows rows;
@@ -112,6 +113,9 @@ struct LatentArgs {
   int rank, rope;
   float eps;
   RopeLayout layout;
+  T* queries = nullptr;
+  int64_t query_stride = 0, head_stride = 0;  // elements
+  int heads = 0;
 };
 kdtree_status latents(const LatentArgs<float>& args, cudaStream_t stream);
 kdtree_status latents(const LatentArgs<uint16_t>& args, cudaStream_t stream);

@@ -154,13 +154,13 @@ void Target::BodyOf<T>::project_down(const Pass<T>& p, const TargetLayer<T>& lay
     p.project(s_.normed, layer.q, s_.q, heads * query, hidden);
     p.project(s_.normed, layer.kv_a, s_.down, row, hidden);
   }
-  require(latents(LatentArgs<T>{p.in.rows, s_.down + lora, lora + row, layer.kv_a_norm, w_.cos, w_.sin, p.in.cache,
-                                index, rank, rope_width, eps, c_.rope_layout},
-                  p.stream));
-  require(rope(RopeArgs<T>{s_.q + c_.qk_nope_head_dim, static_cast<int64_t>(heads) * query, query, w_.cos, w_.sin,
-                           p.in.rows.positions, p.in.rows.node_count, p.rows, p.in.rows.width, heads, rope_width,
-                           c_.rope_layout},
-               p.stream));
+  LatentArgs<T> rows{p.in.rows,  s_.down + lora, lora + row, layer.kv_a_norm, w_.cos, w_.sin,
+                     p.in.cache, index,          rank,       rope_width,      eps,    c_.rope_layout};
+  rows.queries = s_.q + c_.qk_nope_head_dim;
+  rows.query_stride = static_cast<int64_t>(heads) * query;
+  rows.head_stride = query;
+  rows.heads = heads;
+  require(latents(rows, p.stream));
 }
 
 // Queries in q_latent and q, results in attn_latent.

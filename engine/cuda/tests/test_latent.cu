@@ -77,9 +77,24 @@ void write_rows(int rank, int rope_width, RopeLayout layout, bool paged, int shi
   expect(3, paged ? -1 : capacity + 3);
   expect(4, paged ? 8 : capacity + 4);
   expect(5, -1);
-  CHECK_OK(latents(LatentArgs<T>{rows, kv.get() + shift, stride, weight.get() + shift, cos.get(), sin.get(), cache,
-                                 layer, rank, rope_width, 1e-6f, layout},
-                   nullptr));
+  LatentArgs<T> a{rows,      kv.get() + shift, stride, weight.get() + shift,
+                  cos.get(), sin.get(),        cache,  layer,
+                  rank,      rope_width,       1e-6f,  layout};
+  // Heads that lie apart in rows that hold more; with them more pairs than a block has threads.
+  constexpr int kHeads = 9;
+  const int between = rope_width + 3, query_stride = kHeads * between + 1;
+  const check::Array<T> queries(noise_of<T>(11, static_cast<size_t>(2 * kRows) * query_stride)), turned(queries.read());
+  if (rope_width > 0) {
+    a.queries = queries.get();
+    a.query_stride = query_stride;
+    a.head_stride = between;
+    a.heads = kHeads;
+    CHECK_OK(rope(RopeArgs<T>{turned.get(), query_stride, between, cos.get(), sin.get(), positions.get(),
+                              node_count.get(), 2 * kRows, kRows, kHeads, rope_width, layout},
+                  nullptr));
+  }
+  CHECK_OK(latents(a, nullptr));
+  CHECK_EQUAL_ALL(bits_of(queries.read()), bits_of(turned.read()), "queries");
   CHECK_EQUAL_ALL(bits_of(kv.read()), bits_of(right), "rows of the pass");
   CHECK_EQUAL_ALL(bits_of(memory.read()), bits_of(right_memory), paged ? "paged" : "contiguous");
 }
