@@ -21,8 +21,8 @@ from harness.timing import Stages
 from reference.loop import Generation, Round
 from reference.sampling import choice_margins, choose_rows
 
-# Of the reference's choices that an engine of this type may turn: logits of bf16 arithmetic lie so far from float32's.
-MARGINS = {"float32": MARGIN, "bfloat16": 0.5}
+# Of the reference's choices that an engine of this type may turn. The shipped pair's in bf16 did up to 0.08.
+MARGINS = {"float32": MARGIN, "bfloat16": 0.25}
 
 
 def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambda _: None) -> Iterator[Row]:

@@ -38,6 +38,7 @@ from harness.timing import Clock, ClockReader, interleave
 
 BLOCK = 8  # of the trees
 TOKENS = 32  # of an output
+PREFILL_ROWS = 1024  # in one pass
 WIDTH, SLOPE = 64, 0.5  # of the lists: a token is this much less likely than the one before
 MISS, MAX_RANK = 0.1, 2  # of the noisy oracle
 COPIED = 2**31  # bytes
@@ -119,6 +120,7 @@ def opened(device: Device, case: Slice, seed: int, gemm: str = "row_invariant") 
         library=device.library,
         capacity=case.prefix + TOKENS + max(case.rows),
         max_budget=max(*case.rows, *case.budgets),
+        prefill_rows=min(case.prefix, PREFILL_ROWS),
         block_size=BLOCK,
         gemm=gemm,
     )
