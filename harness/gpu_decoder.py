@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -36,6 +36,7 @@ Lists = Mapping[int, tuple[NDArray[Any], NDArray[Any]]]  # position of a root ->
 
 # An engine is made for at least as many, so that few are made.
 ROWS, BUDGET = 1024, 128
+TRIES = 3  # to find all rounds of a run replayed
 
 
 def open_decoder(models: Path, missing: str | None) -> EngineDecoder:
@@ -78,7 +79,6 @@ class EngineDecoder:
     """target.kdtr and drafter.kdtr of a folder on engines: one a block size, made anew where it is too small."""
 
     name = "engine"
-    launch: Literal["eager", "graph"] | None = "eager"
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class EngineDecoder:
     ):
         """prefill_rows: prompt rows in one pass, 0: as the engine likes. stream: of CuPy, its events are the clock."""
         self.clock: Clock = WallClock() if stream is None else EventClock(CupyEvents(stream))
+        self.launch: Literal["eager", "graph"] | None = "eager" if library.architectures == "host" else "graph"
         self.reader, self.dtype = reader, dtype
         self.library, self.stream = library, stream
         self._models, self._prefill_rows = models, prefill_rows
@@ -110,16 +111,21 @@ class EngineDecoder:
         self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, *, keep_traces: bool = True
     ) -> Generation:
         """Decode one prompt. Rounds carry traces, which take time, and no stages. Raises EngineError, RequestError."""
-        with self._run(arm, prompt, block_size, options, keep_traces=keep_traces) as run:
-            return self._finish(run)
+        return self._timed(lambda: self._run(arm, prompt, block_size, options, keep_traces=keep_traces))
 
-    def _finish(self, run: Run) -> Generation:
-        active = run.prefill()
-        start = self.clock.mark()
-        while active:
-            active = run.round()
-        seconds = self.clock.seconds(start, self.clock.mark())
-        return Timed(**vars(_finished(run)), measured_seconds=seconds)
+    def _timed(self, opened: Callable[[], Run]) -> Generation:
+        """A run from end to end; where a graph had to be captured for it, the run after that one."""
+        for _ in range(TRIES):
+            with opened() as run:
+                active = run.prefill()
+                start = self.clock.mark()
+                while active:
+                    active = run.round()
+                seconds = self.clock.seconds(start, self.clock.mark())
+                made = Timed(**vars(_finished(run)), measured_seconds=seconds)
+                if self.launch != "graph" or run.replayed == len(made.rounds):
+                    break
+        return made
 
     def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
         """Decode one prompt stage by stage, and its time by stage. Raises EngineError, RequestError."""
@@ -135,8 +141,9 @@ class EngineDecoder:
 
     def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
         """Decode one prompt with these lists in place of what the drafter says, which works for nothing."""
-        with self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists, full_cost=True) as run:
-            return self._finish(run)
+        return self._timed(
+            lambda: self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists, full_cost=True)
+        )
 
     def first_round(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Round:
         """The first round with these lists, the target working alone: its seconds by stage, and its trace."""

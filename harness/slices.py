@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,7 @@ class Device(Protocol):
     library: Library
     stream: Any
     clock: Clock
+    launch: Literal["eager", "graph"] | None
     reader: ClockReader | None
     name: str
 
@@ -160,7 +161,7 @@ class Measurement:
             {name: self._decoding(budget) for name, budget in arms.items()},
             samples=10,
             clock=self._device.clock,
-            launch="eager",
+            launch=self._device.launch,
             reader=self._device.reader,
             inspect=lambda name, _, made: found.update({name: made.generation}),
             seconds=lambda made: float(made.seconds),
@@ -192,8 +193,8 @@ class Measurement:
     def _decoding(self, budget: int) -> Callable[[], Decoded]:
         return lambda: self.decode("ddtree" if budget else "ar", budget)
 
-    def decode(self, method: Any, budget: int, *, keep_logits: bool = False) -> Decoded:
-        with self._run(method, self._request(budget), keep_logits=keep_logits) as run:
+    def decode(self, method: Any, budget: int, *, keep_logits: bool = False, graphs: bool = True) -> Decoded:
+        with self._run(method, self._request(budget), keep_logits=keep_logits, graphs=graphs) as run:
             active = run.prefill()
             start = self._device.clock.mark()
             while active:
@@ -294,9 +295,9 @@ class Measurement:
         golden = self._truth.tokens if budget else ()
         return Request(self._prompt, TOKENS, budget, drafter=NoisyOracle(golden, BLOCK, MISS, MAX_RANK))
 
-    def _run(self, method: Any, request: Request, *, keep_logits: bool = False) -> Run:
+    def _run(self, method: Any, request: Request, *, keep_logits: bool = False, graphs: bool = True) -> Run:
         stream = 0 if self._device.stream is None else self._device.stream.ptr
-        return self._engine.run([request], method, keep_logits=keep_logits, stream=stream)
+        return self._engine.run([request], method, keep_logits=keep_logits, graphs=graphs, stream=stream)
 
     def same_bits(self, name: str, made: Generation) -> Parity:
         """The logits of the committed rows against plain decoding's."""

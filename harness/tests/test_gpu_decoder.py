@@ -206,6 +206,17 @@ def test_a_generation_is_the_references_field_for_field(library, models, samplin
             assert one.trace.bonus == other.trace.bonus
 
 
+def test_a_decoding_whose_graph_had_to_be_captured_is_made_again(library, models, monkeypatch):
+    counts = iter((1, 3, 3))
+    monkeypatch.setattr(gpu_decoder.Run, "replayed", property(lambda self: next(counts)))
+    decoder = EngineDecoder(models, library, prefill_rows=6)
+    assert decoder.launch == "eager"
+    decoder.launch = "graph"
+    made = decoder.decode(AR, prompts.load("humaneval")[0].tokens[:6], 4, {"max_new_tokens": 3})
+    assert len(made.rounds) == 3
+    assert list(counts) == [3]
+
+
 @pytest.mark.gpu
 def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch):
     monkeypatch.undo()
