@@ -74,6 +74,7 @@ struct GqaAttentionArgs {
   const int32_t* context_lengths;  // [R]; -1: nothing to do for this request
   T* out;                          // [R, b, heads, dim]
   int requests, block_size, heads, kv_heads, dim, capacity;
+  int64_t q_stride = 0, block_stride = 0;  // elements from row to row; 0: rows lie side by side
 };
 kdtree_status gqa_attention(const GqaAttentionArgs<float>& args, cudaStream_t stream);
 kdtree_status gqa_attention(const GqaAttentionArgs<uint16_t>& args, cudaStream_t stream);

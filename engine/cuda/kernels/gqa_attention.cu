@@ -21,7 +21,7 @@ __device__ float of_head(float4 v, int head) { return head == 0 ? v.x : head == 
 
 // kColumns: of 32 values, a lane's share.
 template <typename T, int kColumns>
-__global__ void __launch_bounds__(kWarps* kWarp) gqa_attention_kernel(GqaAttentionArgs<T> a, bool vector) {
+__global__ void __launch_bounds__(kWarps* kWarp, 1) gqa_attention_kernel(GqaAttentionArgs<T> a, bool vector) {
   constexpr int kDim = kColumns * kWarp;
   __shared__ float4 query[kHeads][kDim / 4];
   __shared__ float4 weights[kWarps][kWarp];  // of the 4 heads
@@ -33,19 +33,20 @@ __global__ void __launch_bounds__(kWarps* kWarp) gqa_attention_kernel(GqaAttenti
   const int context = a.context_lengths[request], lane = lane_id(), warp = warp_id();
   if (context < 0) return;
 
-  const int64_t own_query = (static_cast<int64_t>(row) * a.heads + kv_head * group + first) * a.dim;
+  const int64_t first_value = static_cast<int64_t>(kv_head * group + first) * a.dim;
+  const T* const own_query = a.q + row * a.q_stride + first_value;
   for (int i = static_cast<int>(threadIdx.x); i < kHeads * kDim; i += kWarps * kWarp) {
     const int head = i / kDim, column = i % kDim;
     const bool there = head < heads && column < a.dim;
-    reinterpret_cast<float*>(query)[i] = there ? widen(a.q[own_query + head * a.dim + column]) : 0.0f;
+    reinterpret_cast<float*>(query)[i] = there ? widen(own_query[head * a.dim + column]) : 0.0f;
   }
   __syncthreads();
 
   const int64_t pair = 2 * static_cast<int64_t>(a.kv_heads) * a.dim;  // keys and values of one position
   const T* const old = a.context + static_cast<int64_t>(request) * a.capacity * pair + kv_head * a.dim;
-  const T* const own = a.block + static_cast<int64_t>(request) * a.block_size * pair + kv_head * a.dim;
+  const T* const own = a.block + static_cast<int64_t>(request) * a.block_size * a.block_stride + kv_head * a.dim;
   const auto key_at = [&](int position) {
-    return position < context ? old + position * pair : own + (position - context) * pair;
+    return position < context ? old + position * pair : own + (position - context) * a.block_stride;
   };
   const int count = context + a.block_size;
   const float scale = 1.0f / sqrtf(static_cast<float>(a.dim));
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) gqa_attention_kernel(GqaAttenti
     weights[warp][lane] = make_float4(weight[0], weight[1], weight[2], weight[3]);
     __syncwarp();
     const int keys = min(kWarp, count - begin);
-    KDTREE_UNROLL_BY(8)
+    KDTREE_UNROLL_BY(4)
     for (int k = 0; k < keys; ++k) {
       const T* const value = key_at(begin + k) + static_cast<int64_t>(a.kv_heads) * a.dim;
       const float4 w = weights[warp][k];
@@ -114,12 +115,12 @@ __global__ void __launch_bounds__(kWarps* kWarp) gqa_attention_kernel(GqaAttenti
       all = join(all, totals[w][head]);
       value = join(value, values[w][head][column]);
     }
-    a.out[own_query + i] = stored<T>(value / all);
+    a.out[static_cast<int64_t>(row) * a.heads * a.dim + first_value + i] = stored<T>(value / all);
   }
 }
 
 template <typename T>
-kdtree_status attend_block(const GqaAttentionArgs<T>& a, cudaStream_t stream) {
+kdtree_status attend_block(GqaAttentionArgs<T> a, cudaStream_t stream) {
   Arguments arguments("gqa_attention");
   arguments.range("requests", a.requests, 1, KDTREE_MAX_REQUESTS)
       .range("block_size", a.block_size, 1, KDTREE_MAX_DEPTH + 1)
@@ -128,10 +129,14 @@ kdtree_status attend_block(const GqaAttentionArgs<T>& a, cudaStream_t stream) {
       .range("heads beyond a multiple of kv_heads", a.heads % a.kv_heads, 0, 0)
       .range("dim", a.dim, 1, kMostDim)
       .range("capacity", a.capacity, 0, INT32_MAX);
+  const int64_t query = static_cast<int64_t>(a.heads) * a.dim, pair = 2 * static_cast<int64_t>(a.kv_heads) * a.dim;
+  if (a.q_stride == 0) a.q_stride = query;
+  if (a.block_stride == 0) a.block_stride = pair;
+  arguments.range("q_stride", a.q_stride, query, INT64_MAX).range("block_stride", a.block_stride, pair, INT64_MAX);
   if (arguments.failed()) return arguments.status();
   const dim3 grid(static_cast<unsigned>(a.requests * a.block_size), static_cast<unsigned>(a.kv_heads),
                   static_cast<unsigned>(ceil_div(a.heads / a.kv_heads, kHeads)));
-  const bool vector = fours<T>({a.context, a.block}, {a.dim});
+  const bool vector = fours<T>({a.context, a.block}, {a.dim, a.block_stride});
   const auto kernel = a.dim <= 64    ? gqa_attention_kernel<T, 2>
                       : a.dim <= 128 ? gqa_attention_kernel<T, 4>
                                      : gqa_attention_kernel<T, 8>;

@@ -1,6 +1,8 @@
 #include <algorithm>
 
 #include "common/behind.h"
+#include "kernels/rms_norm.h"
+#include "kernels/rope.h"
 #include "model/drafter.h"
 #include "model/products.h"
 #include "model/weights.h"
@@ -11,8 +13,8 @@ namespace {
 template <typename T>
 struct DraftLayer {
   const T *input_norm, *post_attention_norm;
-  const T *q, *kv, *o;  // kv: k_proj rows, then v_proj rows
-  const T *q_norm, *k_norm;
+  const T *qkv, *o;  // qkv: q_proj, k_proj and v_proj rows
+  const T* q_norm;
   SwigluWeights<T> mlp;
 };
 
@@ -36,16 +38,76 @@ __global__ void gather_kernel(const T* features, int width, int columns, const i
   }
 }
 
-// New keys and values [R, new_rows, 2, kv_heads, dim] go to their context positions.
+// One head [dim], in place, by a block: normed as by rms_norm, then turned as by rope.
 template <typename T>
-__global__ void store_context_kernel(const T* pairs, const int32_t* positions, const int32_t* counts, T* context,
-                                     int new_rows, int capacity, int pair) {
+__device__ void norm_and_turn(T* head, int dim, const T* weight, float eps, const float* cos, const float* sin,
+                              bool vector) {
+  __shared__ float sums[kNormThreads / kWarp];
+  const int first = 4 * static_cast<int>(threadIdx.x), stride = 4 * static_cast<int>(blockDim.x);
+  float squares = 0;
+  for (int c = first; c < dim; c += stride) squares = add_squares(load4(head + c, dim - c, vector), squares);
+  const float size = size_of_row(squares, dim, eps, sums);
+  for (int c = first; c < dim; c += stride)
+    store4(head + c, normed<T>(load4(head + c, dim - c, vector), size, load4(weight + c, dim - c, vector)), dim - c,
+           vector);
+  __syncthreads();  // the head is whole
+  for (int i = static_cast<int>(threadIdx.x); i < dim / 2; i += static_cast<int>(blockDim.x))
+    turn_pair(head, dim, i, cos, sin, RopeLayout::kHalf);
+}
+
+// The heads of queries and keys that lie side by side in rows of `x`. Grid: rows, heads.
+template <typename T>
+struct BlockHeads {
+  T* x;
+  int64_t stride;  // of the rows
+  const T *q_norm, *k_norm;
+  const float *cos, *sin;
+  const int32_t* positions;
+  int heads, dim;  // heads: of queries
+  float eps;
+};
+template <typename T>
+__global__ void __launch_bounds__(kNormThreads, 1) block_heads_kernel(BlockHeads<T> a, bool vector) {
   start_behind();
-  const int request = static_cast<int>(blockIdx.y), m = static_cast<int>(blockIdx.x);
-  if (m > counts[request]) return;
-  const int64_t row = static_cast<int64_t>(request) * new_rows + m;
-  T* const target = context + (static_cast<int64_t>(request) * capacity + positions[row]) * pair;
-  for (int i = threadIdx.x; i < pair; i += blockDim.x) target[i] = pairs[row * pair + i];
+  const int row = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  const int64_t turn = static_cast<int64_t>(a.positions[row]) * (a.dim / 2);
+  norm_and_turn(a.x + row * a.stride + head * a.dim, a.dim, head < a.heads ? a.q_norm : a.k_norm, a.eps, a.cos + turn,
+                a.sin + turn, vector);
+}
+
+// New keys and values of all layers, `pairs` [R, new_rows, layers, 2, kv_heads, dim]: keys are normed and turned in
+// place, and both go to their context positions. Grid: new rows, requests, layers * kv_heads.
+template <typename T>
+struct ContextHeads {
+  T* pairs;
+  T* context;            // [layers, R, capacity, 2, kv_heads, dim]
+  int64_t layer_stride;  // of the context
+  const T* k_norms;      // [layers, dim]
+  const float *cos, *sin;
+  const int32_t *positions, *counts;
+  int layers, kv_heads, dim, new_rows, capacity;
+  float eps;
+};
+template <typename T>
+__global__ void __launch_bounds__(kNormThreads, 1) context_heads_kernel(ContextHeads<T> a, bool vector) {
+  start_behind();
+  const int m = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y);
+  const int layer = static_cast<int>(blockIdx.z) / a.kv_heads, head = static_cast<int>(blockIdx.z) % a.kv_heads;
+  if (m > a.counts[request]) return;
+  const int64_t row = static_cast<int64_t>(request) * a.new_rows + m,
+                pair = 2 * static_cast<int64_t>(a.kv_heads) * a.dim;
+  const int64_t position = a.positions[row];
+  T* const key = a.pairs + (row * a.layers + layer) * pair + head * a.dim;
+  norm_and_turn(key, a.dim, a.k_norms + layer * a.dim, a.eps, a.cos + position * (a.dim / 2),
+                a.sin + position * (a.dim / 2), vector);
+  __syncthreads();  // the key is whole
+  T* const kept = a.context + layer * a.layer_stride + (static_cast<int64_t>(request) * a.capacity + position) * pair +
+                  head * a.dim;
+  const int64_t value = static_cast<int64_t>(a.kv_heads) * a.dim;
+  for (int i = static_cast<int>(threadIdx.x); i < a.dim; i += static_cast<int>(blockDim.x)) {
+    kept[i] = key[i];
+    kept[value + i] = key[value + i];
+  }
 }
 
 // Tokens [root, mask, mask, ...] and positions of each block; node_count -1 for a request without work.
@@ -77,6 +139,8 @@ struct DraftWeights {
   WeightStore store;
   const T *embedding, *head;  // the target's
   const T *fc, *hidden_norm, *norm;
+  const T* qkv;      // [layers, query + pair, hidden]: those of the layers
+  const T* k_norms;  // [layers, dim]
   const float *cos, *sin;
   std::vector<DraftLayer<T>> layers;
 
@@ -89,24 +153,29 @@ struct DraftWeights {
     store.take(&fc, "fc.weight");
     store.take(&hidden_norm, "hidden_norm.weight");
     store.take(&norm, "norm.weight");
+    std::vector<std::string> projections, keys;
     for (int i = 0; i < c.num_hidden_layers; ++i) {
       DraftLayer<T>& layer = layers[static_cast<size_t>(i)];
       const std::string at = "layers." + std::to_string(i) + ".", attention = at + "self_attn.";
       store.take(&layer.input_norm, at + "input_layernorm.weight");
       store.take(&layer.post_attention_norm, at + "post_attention_layernorm.weight");
-      store.take(&layer.q, attention + "q_proj.weight");
-      store.take(&layer.kv, std::vector<std::string>{attention + "k_proj.weight", attention + "v_proj.weight"});
+      for (const char* projection : {"q_proj.weight", "k_proj.weight", "v_proj.weight"})
+        projections.push_back(attention + projection);
+      keys.push_back(attention + "k_norm.weight");
       store.take(&layer.o, attention + "o_proj.weight");
       store.take(&layer.q_norm, attention + "q_norm.weight");
-      store.take(&layer.k_norm, attention + "k_norm.weight");
       store.take(&layer.mlp, at + "mlp.");
     }
+    store.take(&qkv, std::move(projections));
+    store.take(&k_norms, std::move(keys));
     std::vector<float> turns[2];
     for (std::vector<float>& table : turns) table.resize(static_cast<size_t>(positions) * c.head_dim / 2);
     rope_tables(c.rope, c.head_dim, positions, turns[0].data(), turns[1].data());
     store.add(&cos, std::move(turns[0]));
     store.add(&sin, std::move(turns[1]));
     store.upload();
+    const int64_t rows = (c.num_attention_heads + 2 * c.num_key_value_heads) * static_cast<int64_t>(c.head_dim);
+    for (size_t i = 0; i < layers.size(); ++i) layers[i].qkv = qkv + static_cast<int64_t>(i) * rows * c.hidden_size;
   }
 };
 
@@ -114,31 +183,34 @@ template <typename T>
 struct DraftScratch {
   int capacity, new_rows;
   Arena arena;
-  std::vector<T*> context;  // per layer [R, capacity, 2, kv_heads, dim]
+  T* context;            // [layers, R, capacity, 2, kv_heads, dim]
+  int64_t layer_stride;  // of the context
   // Of new positions.
   T *gathered, *projected, *pairs;
   int32_t *new_positions, *new_counts;
   // Of a block.
-  T *x, *normed, *q, *kv, *heads, *out, *both, *act, *last;
+  T *x, *normed, *qkv, *heads, *out, *both, *act, *last;
   int32_t *tokens, *positions, *node_count;
 
   DraftScratch(const DrafterConfig& c, int requests, int capacity_, int new_rows_, int block)
-      : capacity(capacity_), new_rows(new_rows_), context(static_cast<size_t>(c.num_hidden_layers)) {
+      : capacity(capacity_), new_rows(new_rows_) {
     const size_t hidden = static_cast<size_t>(c.hidden_size), width = static_cast<size_t>(c.intermediate_size);
     const size_t query = static_cast<size_t>(c.num_attention_heads) * static_cast<size_t>(c.head_dim);
     const size_t pair = 2 * static_cast<size_t>(c.num_key_value_heads) * static_cast<size_t>(c.head_dim);
     const size_t taps = c.target_layer_ids.size(), all = static_cast<size_t>(requests);
     const size_t fresh = all * static_cast<size_t>(new_rows), rows = all * static_cast<size_t>(block);
-    for (T*& layer : context) arena.plan(&layer, all * static_cast<size_t>(capacity) * pair);
+    const size_t layers = static_cast<size_t>(c.num_hidden_layers),
+                 positions_of_all = all * static_cast<size_t>(capacity);
+    layer_stride = static_cast<int64_t>(positions_of_all * pair);
+    arena.plan(&context, layers * positions_of_all * pair);
     arena.plan(&gathered, fresh * taps * hidden);
     arena.plan(&projected, fresh * hidden);
-    arena.plan(&pairs, fresh * pair);
+    arena.plan(&pairs, fresh * layers * pair);
     arena.plan(&new_positions, fresh);
     arena.plan(&new_counts, all);
     for (T** array : {&x, &normed, &out, &last}) arena.plan(array, rows * hidden);
-    arena.plan(&q, rows * query);
+    arena.plan(&qkv, rows * (query + pair));
     arena.plan(&heads, rows * query);
-    arena.plan(&kv, rows * pair);
     arena.plan(&both, rows * 2 * width);
     arena.plan(&act, rows * width);
     arena.plan(&tokens, rows);
@@ -152,16 +224,6 @@ template <typename T>
 bool products_fit(const DrafterConfig& c) {
   return fit_tensor_cores<T>(
       {c.hidden_size, c.intermediate_size, static_cast<int64_t>(c.num_attention_heads) * c.head_dim});
-}
-
-// The keys of pairs [rows, 2, kv_heads, dim], head by head, in place.
-template <typename T>
-void norm_keys(const DrafterConfig& c, T* pairs, const T* weight, int rows, cudaStream_t stream) {
-  const int pair = 2 * c.num_key_value_heads * c.head_dim;
-  RmsNormArgs<T> a{pairs, pair, weight, pairs, pair, rows, c.head_dim, static_cast<float>(c.rms_norm_eps)};
-  a.heads = c.num_key_value_heads;
-  a.head_stride = c.head_dim;
-  require(rms_norm(a, stream));
 }
 
 }  // namespace
@@ -229,21 +291,24 @@ void Drafter::BodyOf<T>::observe(const void* features, int width, const int32_t*
                                   static_cast<float>(c.rms_norm_eps)},
                    stream));
   if (trace != nullptr) trace->add("context_in", s.projected, rows, hidden, hidden, {rows, hidden}, stream);
-  for (int index = 0; index < c.num_hidden_layers; ++index) {
-    const DraftLayer<T>& layer = w.layers[static_cast<size_t>(index)];
-    multiply(products_, s.projected, layer.kv, s.pairs, rows, pair, hidden, stream);
-    norm_keys(c, s.pairs, layer.k_norm, rows, stream);
-    require(rope(RopeArgs<T>{s.pairs, pair, dim, w.cos, w.sin, s.new_positions, s.new_counts, rows, fresh, kv_heads,
-                             dim, RopeLayout::kHalf},
-                 stream));
-    require(launch_behind("store_context_kernel", store_context_kernel<T>, grid, dim3(kThreads), 0, stream, s.pairs,
-                          s.new_positions, s.new_counts, s.context[static_cast<size_t>(index)], fresh, s.capacity,
-                          pair));
-    if (trace != nullptr) {
-      const std::string at = "layers." + std::to_string(index) + "/";
-      trace->add(at + "context_key", s.pairs, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
-      trace->add(at + "context_value", s.pairs + pair / 2, rows, pair / 2, pair, {rows, kv_heads, dim}, stream);
-    }
+  const int layers = c.num_hidden_layers, query = c.num_attention_heads * dim;
+  const int64_t weights = static_cast<int64_t>(query + pair) * hidden;  // of a layer, the queries' first
+  multiply(products_,
+           Product<T, T>{s.projected, hidden, 0, w.qkv + static_cast<int64_t>(query) * hidden, weights, s.pairs,
+                         static_cast<int64_t>(layers) * pair, pair, rows, pair, hidden, layers},
+           stream);
+  const ContextHeads<T> heads{
+      s.pairs,      s.context, s.layer_stride, w.k_norms, w.cos, w.sin,      s.new_positions,
+      s.new_counts, layers,    kv_heads,       dim,       fresh, s.capacity, static_cast<float>(c.rms_norm_eps)};
+  require(launch_behind("context_heads_kernel", context_heads_kernel<T>,
+                        dim3(grid.x, grid.y, static_cast<unsigned>(layers * kv_heads)), norm_threads(dim), 0, stream,
+                        heads, fours<T>({s.pairs, w.k_norms}, {dim})));
+  for (int index = 0; trace != nullptr && index < layers; ++index) {
+    const std::string at = "layers." + std::to_string(index) + "/";
+    const T* const of_layer = s.pairs + static_cast<int64_t>(index) * pair;
+    const int64_t stride = static_cast<int64_t>(layers) * pair;
+    trace->add(at + "context_key", of_layer, rows, pair / 2, stride, {rows, kv_heads, dim}, stream);
+    trace->add(at + "context_value", of_layer + pair / 2, rows, pair / 2, stride, {rows, kv_heads, dim}, stream);
   }
 }
 
@@ -276,45 +341,50 @@ void Drafter::BodyOf<T>::propose(const int32_t* roots, const int32_t* lengths, f
   of_block.positions = s.positions;
   require(embed(EmbedArgs<T>{of_block, w.embedding, s.x, hidden}, stream));
   note("embedding", s.x, hidden, hidden, {rows, hidden});
+  // The stream takes what the layer before gave, and its norm goes to `normed`.
+  const auto norm = [&](const T* given, const T* weight) {
+    require(
+        rms_norm(RmsNormArgs<T>{s.x, hidden, weight, s.normed, hidden, rows, hidden, eps, nullptr, given, nullptr, s.x},
+                 stream));
+  };
+  const int row = query + pair;  // of qkv
+  const T* given = nullptr;
   for (int index = 0; index < c.num_hidden_layers; ++index) {
     const DraftLayer<T>& layer = w.layers[static_cast<size_t>(index)];
     const std::string at = "layers." + std::to_string(index) + "/";
-    require(rms_norm(RmsNormArgs<T>{s.x, hidden, layer.input_norm, s.normed, hidden, rows, hidden, eps}, stream));
-    project(s.normed, layer.q, s.q, query, hidden, rows);
-    require(rms_norm(RmsNormArgs<T>{s.q, dim, layer.q_norm, s.q, dim, rows * heads, dim, eps}, stream));
-    require(rope(RopeArgs<T>{s.q, query, dim, w.cos, w.sin, s.positions, s.node_count, rows, block, heads, dim,
-                             RopeLayout::kHalf},
-                 stream));
-    project(s.normed, layer.kv, s.kv, pair, hidden, rows);
-    norm_keys(c, s.kv, layer.k_norm, rows, stream);
-    require(rope(RopeArgs<T>{s.kv, pair, dim, w.cos, w.sin, s.positions, s.node_count, rows, block, kv_heads, dim,
-                             RopeLayout::kHalf},
-                 stream));
-    require(gqa_attention(GqaAttentionArgs<T>{s.q, s.context[static_cast<size_t>(index)], s.kv, lengths, s.heads,
-                                              requests, block, heads, kv_heads, dim, s.capacity},
+    norm(given, layer.input_norm);
+    if (index > 0) note("layers." + std::to_string(index - 1) + "/hidden", s.x, hidden, hidden, {rows, hidden});
+    project(s.normed, layer.qkv, s.qkv, row, hidden, rows);
+    const BlockHeads<T> turned{s.qkv, row,   layer.q_norm, w.k_norms + static_cast<int64_t>(index) * dim,
+                               w.cos, w.sin, s.positions,  heads,
+                               dim,   eps};
+    require(launch_behind("block_heads_kernel", block_heads_kernel<T>,
+                          dim3(static_cast<unsigned>(rows), static_cast<unsigned>(heads + kv_heads)), norm_threads(dim),
+                          0, stream, turned, fours<T>({s.qkv, layer.q_norm, w.k_norms}, {dim, row})));
+    const T* const keys = s.qkv + query;
+    require(gqa_attention(GqaAttentionArgs<T>{s.qkv, s.context + index * s.layer_stride, keys, lengths, s.heads,
+                                              requests, block, heads, kv_heads, dim, s.capacity, row, row},
                           stream));
     project(s.heads, layer.o, s.out, hidden, query, rows);
-    note(at + "q", s.q, query, query, {rows, heads, dim});
-    note(at + "k", s.kv, pair / 2, pair, {rows, kv_heads, dim});
-    note(at + "v", s.kv + pair / 2, pair / 2, pair, {rows, kv_heads, dim});
+    note(at + "q", s.qkv, query, row, {rows, heads, dim});
+    note(at + "k", keys, pair / 2, row, {rows, kv_heads, dim});
+    note(at + "v", keys + pair / 2, pair / 2, row, {rows, kv_heads, dim});
     note(at + "attn_heads", s.heads, query, query, {rows, heads, dim});
     note(at + "attn_out", s.out, hidden, hidden, {rows, hidden});
-    require(rms_norm(RmsNormArgs<T>{s.x, hidden, layer.post_attention_norm, s.normed, hidden, rows, hidden, eps,
-                                    nullptr, s.out, nullptr, s.x},
-                     stream));
+    norm(s.out, layer.post_attention_norm);
     project(s.normed, layer.mlp.gate_up, s.both, 2 * c.intermediate_size, hidden, rows);
     require(swiglu(SwigluArgs<T>{s.both, s.act, rows, c.intermediate_size}, stream));
     project(s.act, layer.mlp.down, s.out, hidden, c.intermediate_size, rows);
     note(at + "ffn_out", s.out, hidden, hidden, {rows, hidden});
-    require(add(s.x, s.out, s.x, static_cast<int64_t>(rows) * hidden, stream));
-    note(at + "hidden", s.x, hidden, hidden, {rows, hidden});
+    given = s.out;
   }
+  norm(given, w.norm);
+  note("layers." + std::to_string(c.num_hidden_layers - 1) + "/hidden", s.x, hidden, hidden, {rows, hidden});
   if (block == 1) return;
   const int drafted = requests * (block - 1);
   const dim3 of_drafted(static_cast<unsigned>(block - 1), static_cast<unsigned>(requests));
-  require(launch_behind("drop_first_kernel", drop_first_kernel<T>, of_drafted, dim3(kThreads), 0, stream, s.x, s.last,
-                        block, hidden));
-  require(rms_norm(RmsNormArgs<T>{s.last, hidden, w.norm, s.last, hidden, drafted, hidden, eps}, stream));
+  require(launch_behind("drop_first_kernel", drop_first_kernel<T>, of_drafted, dim3(kThreads), 0, stream, s.normed,
+                        s.last, block, hidden));
   note("final_norm", s.last, hidden, hidden, {drafted, hidden});
   project(s.last, w.head, logits, c.vocab_size, hidden, drafted);
   note("logits", logits, c.vocab_size, c.vocab_size, {drafted, c.vocab_size});
