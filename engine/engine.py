@@ -132,8 +132,8 @@ class Engine:
 
         full_cost: where a stand-in proposes, the drafter works too, and what it says is dropped: so the time of given
         acceptance can be measured. graphs: rounds are replayed as CUDA graphs where the engine has any, with the same
-        bits; stages never are. stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is
-        refused, and while another run is open.
+        bits, and so are stages without a dump. stream: handle of a CUDA stream. Raises EngineError, RequestError for a
+        request that is refused, and while another run is open.
         """
         if method not in METHODS:
             raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")

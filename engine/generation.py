@@ -48,8 +48,8 @@ class Trace:
 @dataclass(frozen=True)
 class Round:
     """prefix_length: rows committed before it, also the root's position. nodes: n. depth_limit: deepest depth that may
-    be drafted. path: nodes whose rows were committed, the root (0) first. ranks: those of path[1:]. seconds: by stage,
-    empty unless the round was made in steps. wall_seconds: on the host, its wait for the device included."""
+    be drafted. path: nodes whose rows were committed, the root (0) first. ranks: those of path[1:]. seconds: of the
+    device by stage, empty unless the round was made in steps. wall_seconds: on the host, with its wait."""
 
     prefix_length: int
     nodes: int

@@ -81,7 +81,8 @@ class Run:
     def stage(self, name: str, dump: str | Path | None = None) -> int:
         """One stage of a round, in the order of STAGES; how many requests are not finished. Raises EngineError.
 
-        dump: gets every array of the stage, a KDTR file with the names of the reference's traces.
+        dump: gets every array of the stage, a KDTR file with the names of the reference's traces; it is then launched
+        kernel by kernel.
         """
         active = c_int32()
         path = None if dump is None else bytes(Path(dump))

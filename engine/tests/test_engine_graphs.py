@@ -154,8 +154,8 @@ def test_a_run_that_is_given_up_leaves_graph_and_engine_as_they_were(world):
             assert_equal(engine.generate([request], keep_logits=True, keep_traces=True)[0], expected)
 
 
-def test_stages_between_replayed_rounds(world):
-    """Steps are launched kernel by kernel, on the same arrays."""
+def test_stages_between_replayed_rounds(world, tmp_path):
+    """Steps are graphs of their own, on the same arrays; with a dump they are launched kernel by kernel."""
     request = Request(PROMPT, 20, 6)
     engine = world.engine()
     expected = engine.generate([request], graphs=False, keep_logits=True, keep_traces=True)[0]
@@ -164,7 +164,7 @@ def test_stages_between_replayed_rounds(world):
         while left:
             if number % 3 == 1:
                 for stage in STAGES:
-                    left = run.stage(stage)
+                    left = run.stage(stage, tmp_path / "dump" if number % 2 and stage != "commit" else None)
             else:
                 left = run.round()
             assert run.replayed - replayed in ((0,) if number % 3 == 1 else (0, 1) if number == 0 else (1,))

@@ -148,11 +148,12 @@ KDTREE_API kdtree_status kdtree_run_prefill(kdtree_run* run);
  * is made kernel by kernel. There are no graphs in the host library, with KDTREE_GEMM_CUBLAS (its workspace is cuBLAS's
  * own), and where KDTREE_LAUNCH_BLOCKING=1 is set. */
 KDTREE_API kdtree_status kdtree_run_round(kdtree_run* run, int32_t* active);
-/* *rounds: how many of the run's were replayed. */
+/* *rounds: how many of the run's were replayed as a whole. */
 KDTREE_API kdtree_status kdtree_run_replayed(const kdtree_run* run, int32_t* rounds);
 
 /* A round in steps, in this order; the last one ends it like kdtree_run_round. dump: path of a KDTR file that gets
- * every array of the step, by the names of the reference's traces; NULL: none. Steps are never replayed. */
+ * every array of the step, by the names of the reference's traces; NULL: none. Steps
+ * without a dump are replayed as graphs of their own. */
 typedef enum kdtree_stage {
   KDTREE_STAGE_DRAFT = 0,
   KDTREE_STAGE_TREE_BUILD = 1,
@@ -190,7 +191,7 @@ typedef struct kdtree_round {
   int32_t accepted; /* a: committed draft nodes */
   int32_t path[KDTREE_MAX_DEPTH + 1];
   int32_t ranks[KDTREE_MAX_DEPTH + 1]; /* of path[1..a] in 0..a-1 */
-  double seconds[4];                   /* by stage, host clock; 0 unless the run is made in steps */
+  double seconds[4]; /* by stage, of the device between two events, on the host by its clock; 0 unless in steps */
   double wall_seconds;
 } kdtree_round;
 /* Rounds first..first+count-1 of a request. */

@@ -37,7 +37,7 @@ struct Problem {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kGroupWarps* kWarp) experts_group_kernel(Problem<T> p) {
+__global__ void __launch_bounds__(kGroupWarps* kWarp, 1) experts_group_kernel(Problem<T> p) {
   start_behind();
   const ExpertScratch<T>& s = p.scratch;
   group_expert_pairs({p.a.ids, p.a.rows_used == nullptr ? nullptr : &p.rows, p.a.rows, p.a.chosen, kTileRows,

@@ -51,7 +51,7 @@ struct Problem {
   int tile_rows;
 };
 
-__global__ void __launch_bounds__(kGroupWarps* kWarp) experts_bf16_group_kernel(Problem p) {
+__global__ void __launch_bounds__(kGroupWarps* kWarp, 1) experts_bf16_group_kernel(Problem p) {
   start_behind();
   const Scratch& s = p.scratch;
   group_expert_pairs({p.a.ids, p.a.rows_used == nullptr ? nullptr : &p.rows, p.a.rows, p.a.chosen, p.tile_rows,

@@ -74,7 +74,7 @@ struct Buffers {
 
   Control control;        // of these arrays
   bool launched = false;  // a round was, kernel by kernel
-  std::unique_ptr<RoundGraph> round;
+  std::unique_ptr<RoundGraph> round, stages[4];
 };
 
 }  // namespace kdtree

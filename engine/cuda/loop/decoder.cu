@@ -6,7 +6,7 @@ namespace kdtree {
 namespace {
 
 constexpr int kDefaultPrefillRows = 256, kDefaultBlock = 16;
-constexpr size_t kMostSpare = 16;
+constexpr size_t kMostSpare = 16, kMostSpareBytes = size_t{1} << 30;
 
 kdtree_decoder_args checked(kdtree_decoder_args args) {
   Arguments arguments("kdtree_decoder_create");
@@ -116,8 +116,11 @@ std::unique_ptr<Buffers> Decoder::take(const Shape& shape) {
 }
 
 void Decoder::give_back(std::unique_ptr<Buffers> buffers) {
-  if (spare_.size() == kMostSpare) spare_.erase(spare_.begin());
   spare_.push_back(std::move(buffers));
+  size_t bytes = 0;
+  for (const auto& spare : spare_) bytes += spare->arena.bytes();
+  for (; spare_.size() > 1 && (spare_.size() > kMostSpare || bytes > kMostSpareBytes); spare_.erase(spare_.begin()))
+    bytes -= spare_.front()->arena.bytes();
 }
 
 }  // namespace kdtree

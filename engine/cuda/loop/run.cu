@@ -5,6 +5,8 @@
 namespace kdtree {
 namespace {
 
+constexpr int kStages[] = {KDTREE_STAGE_DRAFT, KDTREE_STAGE_TREE_BUILD, KDTREE_STAGE_VERIFY, KDTREE_STAGE_COMMIT};
+
 // Puts a stream back.
 struct StreamOf {
   explicit StreamOf(cudaStream_t* place) : place(place), before(*place) {}
@@ -230,49 +232,35 @@ int Run::round() {
   const OnDevice here(decoder_->args().device);
   std::fill(seconds_, seconds_ + 4, 0.0);
   started_ = Clock::now();
-  launch_round();
+  const auto launches = [this] {
+    for (const int stage : kStages) launch_stage(stage, nullptr);
+  };
+  if (const RoundGraph* graph = graph_of(launches, &d_->round)) {
+    graph->launch(stream_);
+    ++replayed_;
+  } else {
+    launches();
+    d_->launched = true;
+  }
   return collect();
 }
 
-void Run::launch_all() {
-  draft(nullptr);
-  build(nullptr);
-  verify(nullptr);
-  commit();
-  fetch();
-}
-
-// The first round on these arrays is made kernel by kernel: what is loaded or asked for at a first launch is then
-// known.
-void Run::launch_round() {
-  Buffers& d = *d_;
-  if (!replays_ || !d.launched) {
-    launch_all();
-    d.launched = true;
-    return;
-  }
-  if (d.round == nullptr) {
+// The graph of some launches, captured if it is not there yet; NULL where they are to be made one by one. So are those
+// of the first round on some arrays: what is loaded or asked for at a first launch is then known.
+const RoundGraph* Run::graph_of(const std::function<void()>& launches, std::unique_ptr<RoundGraph>* kept) {
+  if (!replays_ || !d_->launched) return nullptr;
+  if (*kept == nullptr) {
     const StreamOf own(&stream_);
-    d.round = std::make_unique<RoundGraph>([this](cudaStream_t stream) {
+    *kept = std::make_unique<RoundGraph>([&](cudaStream_t stream) {
       stream_ = stream;
-      launch_all();
+      launches();
     });
   }
-  d.round->launch(stream_);
-  ++replayed_;
+  return kept->get();
 }
 
-int Run::stage(int stage, Trace* trace) {
-  if (!prefilled_) throw EngineFailure(KDTREE_SIZE, "kdtree_run_stage: the prompts were not read yet");
-  if (stage != next_stage_)
-    throw EngineFailure(KDTREE_SIZE, "kdtree_run_stage: stage " + std::to_string(stage) + " asked for, " +
-                                         std::to_string(next_stage_) + " is next");
-  if (active() == 0) return 0;
-  const OnDevice here(decoder_->args().device);
-  const Clock::time_point begin = Clock::now();
+void Run::launch_stage(int stage, Trace* trace) {
   if (stage == KDTREE_STAGE_DRAFT) {
-    std::fill(seconds_, seconds_ + 4, 0.0);
-    started_ = begin;
     draft(trace);
   } else if (stage == KDTREE_STAGE_TREE_BUILD) {
     build(trace);
@@ -282,8 +270,31 @@ int Run::stage(int stage, Trace* trace) {
     commit();
     fetch();
   }
+}
+
+int Run::stage(int stage, Trace* trace) {
+  if (!prefilled_) throw EngineFailure(KDTREE_SIZE, "kdtree_run_stage: the prompts were not read yet");
+  if (stage != next_stage_)
+    throw EngineFailure(KDTREE_SIZE, "kdtree_run_stage: stage " + std::to_string(stage) + " asked for, " +
+                                         std::to_string(next_stage_) + " is next");
+  if (active() == 0) return 0;
+  const OnDevice here(decoder_->args().device);
+  if (stage == KDTREE_STAGE_DRAFT) {
+    std::fill(seconds_, seconds_ + 4, 0.0);
+    started_ = Clock::now();
+  }
+  const auto launches = [this, stage, trace] { launch_stage(stage, trace); };
+  const RoundGraph* const graph = trace == nullptr ? graph_of(launches, &d_->stages[stage]) : nullptr;
+  if (clock_ == nullptr) clock_ = std::make_unique<StageClock>();
+  clock_->start(stream_);
+  if (graph != nullptr)
+    graph->launch(stream_);
+  else
+    launches();
+  clock_->stop(stream_);
   require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  seconds_[stage] = std::chrono::duration<double>(Clock::now() - begin).count();
+  seconds_[stage] = clock_->seconds();
+  d_->launched |= stage == KDTREE_STAGE_COMMIT;
   next_stage_ = stage == KDTREE_STAGE_COMMIT ? static_cast<int>(KDTREE_STAGE_DRAFT) : stage + 1;
   return stage == KDTREE_STAGE_COMMIT ? collect() : active();
 }

@@ -9,6 +9,7 @@
 #include "kernels/stand_in.h"
 #include "loop/buffers.h"
 #include "loop/decoder.h"
+#include "loop/stage_clock.h"
 
 namespace kdtree {
 
@@ -55,8 +56,8 @@ class Run {
   void build(Trace* trace);
   void verify(Trace* trace);
   void commit();
-  void launch_all();
-  void launch_round();
+  void launch_stage(int stage, Trace* trace);
+  const RoundGraph* graph_of(const std::function<void()>& launches, std::unique_ptr<RoundGraph>* kept);
   void fetch();   // the records of a round, once it has come to its end
   int collect();  // waits for them
   void keep(int request, const Record& record);
@@ -81,6 +82,7 @@ class Run {
   std::vector<int> budgets_, capacities_;
   std::vector<Progress> progress_;
   double seconds_[4] = {0, 0, 0, 0};
+  std::unique_ptr<StageClock> clock_;
   Clock::time_point started_;
 };
 
