@@ -68,18 +68,19 @@ class Decode:
 
 @dataclass(frozen=True)
 class Native(Decode):
-    """Decodings of the engine alone, in a number type. Its trees are held against its own plain decoding, bit for bit,
-    and that against one pass of the reference."""
+    """Decodings of the engine alone, in a number type, with graphs or without. Its trees are held against its own plain
+    decoding, token for token, and that against one pass of the reference."""
 
     block_size: int = 16
     budgets: tuple[int, ...] = (16, 32, 64, 128)
     max_new_tokens: int = 128
     staged: tuple[str, ...] = ("ar", "chain", *(f"ddtree-b{budget}" for budget in BUDGETS))
     dtype: str = "float32"
+    graphs: bool = True
 
     @property
     def id(self) -> str:
-        return f"{super().id}/{self.dtype}"
+        return f"{super().id}/{self.dtype}{'' if self.graphs else '/eager'}"
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -271,6 +272,7 @@ _QUICK: tuple[Case, ...] = (
 # The engine's speed on the GPU: every set in both number types, and what N rows cost.
 _ENGINE: tuple[Case, ...] = (
     *(Native(name, dtype=dtype) for dtype in DTYPES for name in SETS),
+    *(Native("heldout_code", budgets=(64,), dtype=dtype, graphs=False) for dtype in DTYPES),
     *(NativeCurve(prefix=prefix, dtype=dtype) for dtype in DTYPES for prefix in (128, 512)),
 )
 _FULL: tuple[Case, ...] = (

@@ -89,23 +89,33 @@ class EngineDecoder:
         *,
         stream: Any = None,
         dtype: str = "float32",
+        graphs: bool = True,
     ):
         """prefill_rows: prompt rows in one pass, 0: as the engine likes. stream: of CuPy, its events are the clock."""
         self.clock: Clock = WallClock() if stream is None else EventClock(CupyEvents(stream))
-        self.launch: Literal["eager", "graph"] | None = "eager" if library.architectures == "host" else "graph"
+        self.launch: Literal["eager", "graph"] | None = (
+            "graph" if graphs and library.architectures != "host" else "eager"
+        )
         self.reader, self.dtype = reader, dtype
         self.library, self.stream = library, stream
         self._models, self._prefill_rows = models, prefill_rows
         self._engines: dict[int, tuple[Engine, int]] = {}
-        self._siblings: dict[str, EngineDecoder] = {dtype: self}
+        self._siblings = {(dtype, graphs): self}
 
-    def of(self, dtype: str) -> EngineDecoder:
-        """The same models in a number type."""
-        if dtype not in self._siblings:
-            self._siblings[dtype] = type(self)(
-                self._models, self.library, self.reader, self._prefill_rows, stream=self.stream, dtype=dtype
+    def of(self, dtype: str, graphs: bool = True) -> EngineDecoder:
+        """The same models in a number type, their rounds replayed as graphs or launched kernel by kernel."""
+        if (dtype, graphs) not in self._siblings:
+            made = type(self)(
+                self._models,
+                self.library,
+                self.reader,
+                self._prefill_rows,
+                stream=self.stream,
+                dtype=dtype,
+                graphs=graphs,
             )
-        return self._siblings[dtype]
+            self._siblings[dtype, graphs] = made
+        return self._siblings[dtype, graphs]
 
     def decode(
         self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, *, keep_traces: bool = True
@@ -182,6 +192,7 @@ class EngineDecoder:
             cast(Method, arm.method),
             keep_traces=keep_traces,
             full_cost=full_cost,
+            graphs=self.launch == "graph",
             stream=0 if self.stream is None else self.stream.ptr,
         )
 

@@ -31,7 +31,7 @@ def rows(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = lambd
     assert isinstance(case, Native)
     params = {**runners.params_of(case), "dtype": case.dtype}
     try:
-        pair, decoder = bench.pair, bench.need_engine().of(case.dtype)
+        pair, decoder = bench.pair, bench.need_engine().of(case.dtype, case.graphs)
     except (FileNotFoundError, NoGpuError) as error:
         yield from bench.not_run(case, "decode", [GPU], str(error), params=params)
         return

@@ -45,8 +45,8 @@ class NativeDecoder(Decoder, Protocol):
     library: Library
     stream: Any  # of CuPy, None without a GPU
 
-    def of(self, dtype: str) -> NativeDecoder:
-        """The same in a number type."""
+    def of(self, dtype: str, graphs: bool = True) -> NativeDecoder:
+        """The same in a number type, with graphs or without."""
 
     def decode(
         self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, *, keep_traces: bool = True

@@ -13,6 +13,7 @@ import pytest
 from datasets.evaluation import pair, prompts
 from engine import build
 from engine.abi import Library, SizeError
+from engine.run import Run
 from engine.tests.backends import open_ops
 from engine.toolkit import ToolkitError
 from harness import cases, cli, gpu_decoder, records
@@ -208,7 +209,7 @@ def test_a_generation_is_the_references_field_for_field(library, models, samplin
 
 def test_a_decoding_whose_graph_had_to_be_captured_is_made_again(library, models, monkeypatch):
     counts = iter((1, 3, 3))
-    monkeypatch.setattr(gpu_decoder.Run, "replayed", property(lambda self: next(counts)))
+    monkeypatch.setattr(Run, "replayed", property(lambda self: next(counts)))
     decoder = EngineDecoder(models, library, prefill_rows=6)
     assert decoder.launch == "eager"
     decoder.launch = "graph"

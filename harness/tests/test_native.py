@@ -12,10 +12,11 @@ import pytest
 from datasets.evaluation import prompts
 from datasets.evaluation.prompts import Prompt
 from engine.abi import Library
+from engine.engine import Engine
 from engine.tests.backends import open_ops
 from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
 from harness import cases, cli, parity, records
-from harness.cases import DTYPES, GPU, Arm, Native, NativeCurve
+from harness.cases import AR, DTYPES, GPU, Arm, Native, NativeCurve
 from harness.gpu_builders import NoGpuError
 from harness.gpu_decoder import EngineDecoder
 from harness.records import Row
@@ -131,6 +132,26 @@ def test_without_a_gpu_one_row_of_each_case_says_why(models, tmp_path):
     assert code == 3
     assert [(row.block, row.arm) for row in rows] == 2 * [("decode", GPU)] + 2 * [("curve", GPU)]
     assert {(row.status, row.reason) for row in rows} == {("NOT_RUN", "the driver is asleep")}
+
+
+def test_without_graphs_a_case_is_another_one_and_its_runs_are_eager(library, models, monkeypatch):
+    given: list[bool] = []
+    sound = Engine.run
+
+    def run(self: Engine, *requests: Any, graphs: bool, **options: Any) -> Any:
+        given.append(graphs)
+        return sound(self, *requests, graphs=graphs, **options)
+
+    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr(Library, "architectures", "90")
+    assert Native("humaneval", graphs=False).id == "decode/humaneval/block16/greedy/float32/eager"
+    replaying = EngineDecoder(models, library, prefill_rows=6)
+    eager = replaying.of("float32", graphs=False)
+    assert (replaying.launch, eager.launch) == ("graph", "eager")
+    assert replaying.of("float32") is replaying
+    eager.decode(AR, (1, 2), 3, {"max_new_tokens": 1})
+    replaying.decode(AR, (1, 2), 3, {"max_new_tokens": 1})
+    assert given[:2] == [False, True]
 
 
 def test_choices_that_differ_are_told_by_their_largest_margin():
