@@ -116,7 +116,7 @@ def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[n
         {name: call(n) for name, n in counts.items()},
         samples=10,
         clock=decoder.clock,
-        launch="eager",  # stages are never replayed
+        launch=decoder.launch,
         reader=decoder.reader,
         inspect=lambda name, _, done: found.update({name: done}),
         seconds=lambda done: float(done.seconds["verify"]),

@@ -130,7 +130,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, help="of a prompt (default: 128; 8 on the host)")
     parser.add_argument("--batch", type=int, help="requests decoded together at most (default: 64; 2 on the host)")
     parser.add_argument("--cache-block-size", type=int, default=0, help="rows of a cache block (default: contiguous)")
-    parser.add_argument("--seconds", type=float, default=540.0, help="time for all groups (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=500.0, help="time for all groups (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts all draws (default: %(default)s)")
     parser.add_argument(
         "--kind", choices=("auto", "cuda", "host"), default="auto", help="auto: the GPU if there is one"
@@ -228,7 +228,8 @@ def command(given: argparse.Namespace, open_engine: Callable[..., Engine] = Engi
         with records.RowFile(given.out) as file:
             for place, group in enumerate(groups):
                 progress.start(group.title, group.tokens)
-                seconds = max(0.0, (deadline - time.perf_counter()) / (len(groups) - place))
+                share = group.tokens / sum(other.tokens for other in groups[place:])
+                seconds = max(0.0, share * (deadline - time.perf_counter()))
                 results.append(session.result(group, seconds, progress.show))
                 for arm in (AR, *arms):
                     file.append(_row(results[-1], arm, environment))

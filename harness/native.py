@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from harness import runners, stats
+from harness import runners
 from harness.cases import AR, GPU, Arm, Chosen, Native, digest
 from harness.gpu_builders import NoGpuError
 from harness.parity import MARGIN, Check, check_accepted, check_choices, check_tokens, check_tree
-from harness.records import Row, Scalar, Timing
+from harness.records import Row, Scalar
 from harness.systems import Bench, NativeDecoder
 from harness.timing import Stages
 from reference.loop import Generation, Round
@@ -81,10 +81,6 @@ class _Run(runners.Run):
 
     def _staged_rounds(self, name: str, rounds: Sequence[Round]) -> Sequence[Round]:
         return self._split(name)[0].rounds
-
-    def _plain_step(self, base: Timing, tokens: int) -> stats.Number:
-        """By stages, as a round's parts are told: kernels are launched one by one there, which graphs do not."""
-        return runners.mean_stage(self._split(self.base)[0].rounds, "verify")
 
     def _checks(self, name: str, i: int) -> Iterator[Check]:
         unit, result, truth = self.held[i], self.found[name][i], self._true(i)

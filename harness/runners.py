@@ -286,7 +286,7 @@ class Run:
         tokens = sum(len(result.tokens) for result in results)
         means = [result.tau for result in results if result.rounds]
         staged = self._staged_rounds(name, rounds)
-        draft, verify = (mean_stage(staged, stage) for stage in ("draft", "verify"))
+        draft, verify = (_mean_stage(staged, stage) for stage in ("draft", "verify"))
         numbers = {
             "tau": stats.Number(tau(rounds)),
             "tau_mean": stats.Number(float(np.mean(means)) if means else None, "no rounds"),
@@ -298,7 +298,7 @@ class Run:
             "verify_s": verify,
         }
         faster = stats.times_faster(base, samples)
-        step = self._plain_step(base, tokens)
+        step = stats.ratio(sum(s for s in base.samples_s if s is not None), tokens)
         numbers["loop_efficiency"] = stats.loop_efficiency(
             faster.value, tau(rounds), step.value, draft.value, verify.value
         )
@@ -306,10 +306,6 @@ class Run:
         metrics |= {key: number.value for key, number in numbers.items()}
         nulls = {f"metrics.{n}": v.reason or "not finite" for n, v in numbers.items() if v.value is None}
         return metrics, nulls
-
-    def _plain_step(self, base: Timing, tokens: int) -> stats.Number:
-        """Seconds of one step of plain decoding, which took `base` for so many tokens."""
-        return stats.ratio(sum(s for s in base.samples_s if s is not None), tokens)
 
     def _staged_rounds(self, name: str, rounds: Sequence[Round]) -> Sequence[Round]:
         """Rounds of an arm that tell their time by stage, if any do."""
@@ -336,7 +332,7 @@ class Run:
                 params={**self.params, "budget": self.arms[name].budget},
                 parity=parity,
                 metrics={"rounds": len(result.rounds), "tokens": len(result.tokens)},
-                timing=staged_timing(stages, self.decoder.clock.method),
+                timing=replace(staged_timing(stages, self.decoder.clock.method), launch=self.decoder.launch),
                 stages=stages.seconds,
             )
 
@@ -397,7 +393,7 @@ def check_one_pass(
     )
 
 
-def mean_stage(rounds: Sequence[Round], stage: str) -> stats.Number:
+def _mean_stage(rounds: Sequence[Round], stage: str) -> stats.Number:
     """Mean seconds of a stage in whole decodings."""
     if not all(stage in r.seconds for r in rounds):
         return stats.Number(None, "its stages are timed in runs of their own")

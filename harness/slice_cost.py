@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from engine.abi import EngineError
+from harness import slices
 from harness.cases import GPU, Chosen, SliceCost, digest
 from harness.gpu_builders import NoGpuError
 from harness.parity import reason
 from harness.records import Row
-from harness.slices import TOKENS, Device, Measurement, config_of, opened, params_of
+from harness.slices import Device, Measurement, config_of, opened, params_of
 from harness.systems import Bench
 from harness.timing import interleave
 
@@ -46,7 +47,7 @@ def _rows(case: SliceCost, found: dict[str, Measurement], device: Device) -> Ite
     arms = {f"{start}{work}": (gemm, work) for work in works for gemm, start in GEMMS.items()}
     measured = interleave(
         {name: works[work](found[gemm]) for name, (gemm, work) in arms.items()},
-        samples=10,
+        samples=slices.SAMPLES,
         clock=device.clock,
         launch="eager",
         reader=device.reader,
@@ -71,8 +72,8 @@ def _rows(case: SliceCost, found: dict[str, Measurement], device: Device) -> Ite
 
 
 def _token(one: Measurement) -> Callable[[], float]:
-    return lambda: one.decode("ar", 0, graphs=False).seconds / TOKENS
+    return lambda: one.decode("ar", 0, graphs=False).seconds / slices.TOKENS
 
 
 def _pass(n: int) -> Callable[[Measurement], Callable[[], float]]:
-    return lambda one: one.verify(n)
+    return lambda one: one.verify(n, graphs=False)

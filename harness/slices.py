@@ -36,6 +36,7 @@ from harness.records import Difference, Parity, Row, Scalar
 from harness.systems import Bench
 from harness.timing import Clock, ClockReader, interleave
 
+SAMPLES = 10
 BLOCK = 8  # of the trees
 TOKENS = 32  # of an output
 PREFILL_ROWS = 1024  # in one pass
@@ -159,7 +160,7 @@ class Measurement:
         found: dict[str, Generation] = {}
         measured = interleave(
             {name: self._decoding(budget) for name, budget in arms.items()},
-            samples=10,
+            samples=SAMPLES,
             clock=self._device.clock,
             launch=self._device.launch,
             reader=self._device.reader,
@@ -167,18 +168,21 @@ class Measurement:
             seconds=lambda made: float(made.seconds),
         )
         base = next(iter(arms))
+        plain = measured[base].timing
+        taken = [sample for sample in plain.samples_s if sample is not None]
+        step = sum(taken) / len(taken) / TOKENS if taken else None
         for name, budget in arms.items():
-            timing, why, parity, metrics = measured[name].timing, measured[name].failure, None, {}
+            timing, why, parity = measured[name].timing, measured[name].failure, None
+            metrics: dict[str, float | int | None] = {}
             if why is None:
                 parity = self.same_bits(name, self.decode("ddtree", budget, keep_logits=True).generation)
-                metrics = self._metrics(budget, found[name], stats.times_faster(measured[base].timing, timing).value)
                 why = reason(parity)
-            if name == base and why is None:
-                step = sum(s or 0.0 for s in timing.samples_s) / len(timing.samples_s) / TOKENS
-                metrics |= {
-                    "step_s": step,
-                    **self._roofline(step, 1, self._touched(0), self._case.prefix + TOKENS // 2),
-                }
+                metrics = {"tau": found[name].tau, "rounds": len(found[name].rounds), "tokens": len(found[name].tokens)}
+                if budget:
+                    metrics |= self._use(budget, found[name].tau, stats.times_faster(plain, timing).value, step)
+                elif step is not None:
+                    keys = self._case.prefix + TOKENS // 2
+                    metrics |= {"step_s": step, **self._roofline(step, 1, self._touched(0), keys)}
             yield self.row(
                 "replay",
                 name,
@@ -202,29 +206,19 @@ class Measurement:
             seconds = self._device.clock.seconds(start, self._device.clock.mark())
             return Decoded(_finished(run), seconds)
 
-    def _metrics(self, budget: int, made: Generation, gain: float | None) -> dict[str, float | int | None]:
+    def _use(self, budget: int, tau: float, gain: float | None, step: float | None) -> dict[str, float | int | None]:
         """How the loop uses what its stages allow; these are timed in a run of their own."""
-        metrics: dict[str, float | int | None] = {
-            "tau": made.tau,
-            "rounds": len(made.rounds),
-            "tokens": len(made.tokens),
-        }
-        if not budget:
-            return metrics
-        tree, plain = (self._stages(method, n) for method, n in (("ddtree", budget), ("ar", 0)))
-        draft, verify = tree["draft"], tree["verify"]
-        efficiency = stats.loop_efficiency(gain, made.tau, plain["verify"], draft, verify)
-        return {**metrics, "draft_s": draft, "verify_s": verify, "loop_efficiency": efficiency.value}
-
-    def _stages(self, method: Any, budget: int) -> dict[str, float]:
-        """Mean seconds of each stage."""
-        with self._run(method, self._request(budget)) as run:
-            active = run.prefill()
-            while active:
-                for stage in STAGES:
-                    active = run.stage(stage)
-            rounds = _finished(run).rounds
-        return {stage: sum(r.seconds[stage] for r in rounds) / len(rounds) for stage in STAGES}
+        request = self._request(budget)
+        for _ in range(2):  # graphs of the stages may have to be captured
+            with self._run("ddtree", request) as run:
+                active = run.prefill()
+                while active:
+                    for stage in STAGES:
+                        active = run.stage(stage)
+                rounds = _finished(run).rounds
+        draft, verify = (sum(r.seconds[stage] for r in rounds) / len(rounds) for stage in ("draft", "verify"))
+        efficiency = stats.loop_efficiency(gain, tau, step, draft, verify)
+        return {"draft_s": draft, "verify_s": verify, "loop_efficiency": efficiency.value}
 
     # Single passes
 
@@ -232,9 +226,9 @@ class Measurement:
         counts = {f"{GPU}-n{n}": n for n in self._case.rows if n == 1 or f"{GPU}-n{n}" in wanted}
         measured = interleave(
             {name: self.verify(n) for name, n in counts.items()},
-            samples=10,
+            samples=SAMPLES,
             clock=self._device.clock,
-            launch="eager",
+            launch=self._device.launch,
             reader=self._device.reader,
             seconds=float,
         )
@@ -263,18 +257,20 @@ class Measurement:
                 timing=timing,
             )
 
-    def verify(self, n: int) -> Callable[[], float]:
+    def verify(self, n: int, *, graphs: bool = True) -> Callable[[], float]:
+        """Seconds that the stage of N rows takes, each time it is called."""
+
         def seconds() -> float:
-            with self._first_round(n) as run:
+            with self._first_round(n, graphs=graphs) as run:
                 return _finished(run).rounds[0].seconds["verify"]
 
         return seconds
 
-    def _first_round(self, n: int, *, keep_logits: bool = False, dump: Path | None = None) -> Run:
+    def _first_round(self, n: int, *, keep_logits: bool = False, graphs: bool = True, dump: Path | None = None) -> Run:
         """A run whose first round has verified a tree of n - 1 nodes; its best path is what plain decoding says."""
         lists = {self._case.prefix: lists_along(self._truth.tokens, self._config["vocab_size"])}
         request = Request(self._prompt, TOKENS, n - 1, drafter=Replay(lists, BLOCK))
-        run = self._run("ddtree", request, keep_logits=keep_logits)
+        run = self._run("ddtree", request, keep_logits=keep_logits, graphs=graphs)
         run.prefill()
         for stage in STAGES:
             run.stage(stage, dump if stage == "verify" else None)

@@ -36,6 +36,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cases.SUITES, "slice", (CASE,))
     monkeypatch.setattr(slices, "CONFIGS", {"tiny": micro_target(q_lora_rank=6).to_dict()})
     monkeypatch.setattr(slices, "TOKENS", 6)
+    monkeypatch.setattr(slices, "SAMPLES", 2)
 
 
 def run(folder: Path, library: Library | None, *more: str) -> tuple[int, list[Row]]:
@@ -58,7 +59,7 @@ def test_decodings_and_passes_stand_beside_their_roofline_and_experts(library, t
         assert row.parity is not None
         assert (row.parity.against, row.parity.differences) == ("ar", 0)
         assert row.timing is not None
-        assert len(row.timing.samples_s) == 10
+        assert len(row.timing.samples_s) == 2
     plain, tree, one, four = rows
     assert plain.metrics["tokens"] == tree.metrics["tokens"] == 6
     assert (tree.metrics["tau"] or 0) > 1
