@@ -167,3 +167,24 @@ def test_choices_that_differ_are_told_by_their_largest_margin():
     assert (far.difference.index, far.difference.expected, far.difference.actual) == (0, 1, 7)
     with pytest.raises(ValueError, match="3 choices, the pass made 4"):
         parity.check_choices("x", [1, 2, 3, 4], [1, 2, 3], margins, 0.5)
+
+
+@pytest.mark.gpu
+def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    decodings = tuple(
+        Native("heldout_code", budgets=(16, 64), prompts=2, max_new_tokens=32, dtype=dtype, graphs=graphs)
+        for dtype in DTYPES
+        for graphs in (True, False)
+    )
+    curves = tuple(NativeCurve((1, 17), dtype=dtype) for dtype in DTYPES)
+    monkeypatch.setitem(cases.SUITES, "engine", (*decodings, *curves))
+    assert cli.main(["run", "--suite", "engine", "--out", str(tmp_path)]) == 0
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row.status for row in rows if "loop" not in str(row.reason)} == {"OK"}
+    for row in rows:
+        if row.timing is not None:
+            assert row.timing.launch == ("eager" if row.case.endswith("eager") else "graph")
+        if row.block == "decode" and row.timing is not None:
+            assert row.timing.method == "events"
+            assert 0 < (row.metrics["loop_efficiency"] or 0) < 1.5

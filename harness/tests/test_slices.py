@@ -16,6 +16,7 @@ from engine.tests.backends import open_ops
 from engine.tests.decoding import micro_target
 from harness import cases, cli, records, slice_cost, slices
 from harness.cases import Slice, SliceCost
+from harness.exactness_groups import random_target
 from harness.gpu_builders import NoGpuError
 from harness.gpu_decoder import EngineDecoder
 from harness.records import Row
@@ -99,6 +100,17 @@ def test_what_exactness_costs_is_told_against_the_other_products(library, tmp_pa
         assert (row.parity is not None) == exact
         assert row.against == (row.arm.replace("gpu-", "gpu-cublas-") if exact else None)
     assert "times as fast" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASE, SliceCost("tiny", layers=2, rows=(1, 17), budgets=(16,), prefix=300)])
+def test_a_small_model_on_the_gpu(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(slices, "CONFIGS", {"tiny": random_target(64)})
+    monkeypatch.setitem(cases.SUITES, "slice", (case,))
+    assert cli.main(["run", "--suite", "slice", "--out", str(tmp_path)]) == 0
+    rows = records.read(tmp_path / "rows.jsonl")
+    assert {row.status for row in rows} == {"OK"}
+    assert {row.timing.launch for row in rows if row.timing} == {"eager" if isinstance(case, SliceCost) else "graph"}
 
 
 def test_one_bit_makes_a_row_invalid(library, tmp_path, monkeypatch):
