@@ -219,12 +219,13 @@ def command(given: argparse.Namespace, open_engine: Callable[..., Engine] = Engi
     arms = [CHAIN] if "chain" in given.methods else []
     arms += [Arm("ddtree", budget) for budget in given.budgets] if "ddtree" in given.methods else []
     progress = Progress(sum(group.tokens for group in groups), len(groups))
-    deadline = time.perf_counter() + given.seconds
     results: list[Result] = []
+    enough = False
     try:
         path = build.library(kind)
         session = Session(given, kind, Library(path), open_engine, tuple(arms), new_tokens, batch)
         environment = capture(libraries={"engine": path})
+        deadline = time.perf_counter() + given.seconds
         with records.RowFile(given.out) as file:
             for place, group in enumerate(groups):
                 progress.start(group.title, group.tokens)
@@ -235,6 +236,7 @@ def command(given: argparse.Namespace, open_engine: Callable[..., Engine] = Engi
                     file.append(_row(results[-1], arm, environment))
             progress.end()
             say(table(results))
+            enough = not any(result.short for result in results)
             if set(GEMMS) <= {group.gemm for group in groups} and given.drafter == "dflash":
                 costs = []
                 for row in exactness_cost.rows(session, groups, environment):
@@ -243,10 +245,10 @@ def command(given: argparse.Namespace, open_engine: Callable[..., Engine] = Engi
                 say("\nWhat exactness costs the pair, without logits:\n" + aligned(exactness_cost.table(costs)))
     except (BuildError, EngineError) as error:
         say(f"exactness: {error}", error=True)
-        return Exit.NOTHING
+        enough = False
     if any(problem(result, arm) for result in results for arm in (AR, *arms)):
         return Exit.REGRESSION
-    return Exit.NOTHING if any(result.short for result in results) else Exit.FINE
+    return Exit.FINE if enough else Exit.NOTHING
 
 
 def _groups(given: argparse.Namespace, gemms: Sequence[str]) -> list[Group]:

@@ -71,6 +71,15 @@ def run(models: Path, out: Path, *more: str) -> tuple[int, dict[str, Row]]:
     return code, {row.arm: row for row in records.latest(records.read(out / "rows.jsonl"))}
 
 
+def command(models: Path, out: Path, open_engine: Callable[..., Engine], *more: str) -> int:
+    """The exit status of a small run of the pair in float32 on engines that are opened so."""
+    parser = argparse.ArgumentParser()
+    exactness_groups.configure(parser)
+    files = ("--models", str(models), "--out", str(out / "rows.jsonl"), "--kind", "host", "--heads", "2")
+    sizes = ("--tokens", "8", "--new-tokens", str(NEW), "--batch", "2", "--budgets", "5", "--block-size", "3")
+    return exactness_groups.command(parser.parse_args([*files, *sizes, "--dtype", "float32", *more]), open_engine)
+
+
 def test_methods_agree_bit_for_bit_over_passes_of_which_the_first_is_greedy(models, tmp_path, capsys):
     code, rows = run(models, tmp_path)
     said = capsys.readouterr().out.splitlines()
@@ -214,6 +223,19 @@ def test_missing_rows_and_failing_runs_end_their_arm(models, tmp_path, capsys, f
     assert rows["chain"].reason == "plain decoding failed: EngineError: no warp moves"
 
 
+def test_a_group_without_an_engine_hides_no_difference_of_another(models, tmp_path, capsys, faulty):
+    def opened(*files: Any, gemm: str, **options: Any) -> Engine:
+        if gemm == "cublas":
+            raise EngineError("no such library")
+        return Engine.load(*files, gemm=gemm, **options)
+
+    more = ("--gemm", "row-invariant", "cublas")
+    assert command(models, tmp_path, opened, *more) == 3
+    assert "no such library" in capsys.readouterr().err
+    faulty(one_bit)
+    assert command(models, tmp_path, opened, *more) == 1
+
+
 def test_a_time_box_ends_the_run_after_a_group(models, tmp_path, capsys):
     code, rows = run(models, tmp_path, "--seconds", "0")
     assert code == 3
@@ -242,12 +264,7 @@ def test_what_exactness_costs_is_told_by_number_type_batch_and_method(models, tm
         given.append(gemm)
         return Engine.load(*files, gemm="row_invariant", **options)
 
-    parser = argparse.ArgumentParser()
-    exactness_groups.configure(parser)
-    out = ("--models", str(models), "--out", str(tmp_path / "rows.jsonl"), "--kind", "host", "--heads", "2")
-    sizes = ("--tokens", "8", "--new-tokens", str(NEW), "--batch", "2", "--budgets", "5", "--block-size", "3")
-    more = ("--gemm", "row-invariant", "cublas", "--dtype", "float32")
-    assert exactness_groups.command(parser.parse_args([*out, *sizes, *more]), opened) == 0
+    assert command(models, tmp_path, opened, "--gemm", "row-invariant", "cublas") == 0
     said = capsys.readouterr().out
     assert given == ["row_invariant", "cublas"] * 2
     rows = [row for row in records.read(tmp_path / "rows.jsonl") if "cost" in row.case]
