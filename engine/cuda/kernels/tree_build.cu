@@ -154,7 +154,7 @@ __device__ void write_tree(const Output& out, const Lists& lists, Scratch& s, co
               visibility == nullptr ? nullptr : visibility + static_cast<size_t>(first + i) * words);
     __syncthreads();
     if (paths != nullptr)
-      store_all(reinterpret_cast<uint32_t*>(paths + first * columns), some * columns, thread, [&](int i) {
+      store_all(reinterpret_cast<uint32_t*>(paths + first * columns), some * columns, thread, threads, [&](int i) {
         return [from = steps + i]() mutable {
           const uint32_t step = *from++;
           return step == kNone ? 0xffffffffu : step;
@@ -174,6 +174,7 @@ struct alignas(128) BlockShared {
   uint32_t answer;
   int serial_count;
   Root root;
+  bool blank;  // visibility holds zeros
 
   __device__ void keep(const Outcome& outcome) {
     status[0] = outcome.code;
@@ -183,14 +184,17 @@ struct alignas(128) BlockShared {
 };
 
 // Finds the nodes by threshold; count -1 where costs need more than 32 bits or no threshold cuts near the budget.
-// kWhole: the costs of all entries that the budget can reach fit into shared memory.
-template <bool kWhole, typename Scratch>
-__device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpace& space, Scratch& s, BlockShared& b) {
+// kWhole: the costs of all entries that the budget can reach fit into shared memory. make_blank(n): called once at
+// most, by all threads from n on, while the others are at work.
+template <bool kWhole, typename Scratch, typename F>
+__device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpace& space, Scratch& s, BlockShared& b,
+                                  const F& make_blank) {
   const ListFacts& facts = b.facts;
   BlockScan scan(b.totals);
   const int room = room_of(budget);
   const Costs<kWhole> costs{lists, facts.lengths, CostOf(facts.unit_bit()), space.near, space.near_bits};
   costs.prepare();
+  s.clear_sizes();
   __syncthreads();
   const int depths = find_bound(costs, budget, &b.frontier);
   Found found{-1, 0, KDTREE_ROUTE_PARALLEL};
@@ -203,16 +207,21 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpac
   for (int tries = room >= kRoomy * budget ? 0 : 1; tries < kMostTries; ++tries) {
     if (tries == 1 && frontier.all_nodes > static_cast<float>(room))
       threshold = estimate(costs, depths, frontier.bound, 1.35f * static_cast<float>(budget),
-                           {reinterpret_cast<float (*)[2 * kCostBins]>(s.rest()), b.level, &b.answer});
+                           {reinterpret_cast<float (*)[2 * kCostBins]>(s.rest()), b.level, &b.answer},
+                           [&] { make_blank(kWarp); });
     const Buckets buckets(threshold, Scratch::kBuckets);
-    const int expanded = expand(costs, depths, threshold, room, s, scan);
+    const int expanded = expand(costs, depths, threshold, room, s);
     if (expanded >= wanted && expanded <= room) {
-      rank(s, expanded, wanted, buckets, reinterpret_cast<uint16_t*>(s.rest()), scan);
+      if (expanded <= kFewNodes)
+        rank_few<Scratch::kBuckets / 2>(s, expanded, wanted);
+      else
+        rank(s, expanded, wanted, buckets, reinterpret_cast<uint16_t*>(s.rest()), scan);
       found.count = wanted;
       found.expanded = expanded;
       return found;
     }
     __syncthreads();  // nobody reads this try's scratch any more
+    s.clear_sizes();
     // Fewer than wanted cost at most low - 1; at least as many cost at most high.
     if (expanded > room) {
       if (threshold == low) break;  // one tie, wider than the room
@@ -221,6 +230,7 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpac
       low = threshold + 1;
     }
     threshold = low + (high - low) / 2;
+    __syncthreads();
   }
   return found;
 }
@@ -250,11 +260,17 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
   const int reach = min(budget, a.width);
   const Output out{a, static_cast<size_t>(request)};
   const auto prepare = [&] {  // what needs no list
-    block.frontier.prepare(thread, budget);
+    if (thread == 0) {
+      block.frontier.bound = kTooDear;
+      block.blank = false;
+    }
     if (thread == kThreads - 1) block.root = Root::of(a, request);
+  };
+  const auto make_blank = [&](int first) {  // by all threads from `first` on: visibility is filled with zeros
     const int words = visibility_words(a.budget);
+    if (thread == first) block.blank = true;
     if (a.visibility != nullptr)
-      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, thread,
+      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, thread - first, kThreads - first,
                 [](int) { return [] { return 0u; }; });
   };
   if (lists.depths > 0) {
@@ -272,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
   if (!failed && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
     found.count = -1;
     if (!facts.positive)
-      found = reach <= 1 << space.near_bits ? find_in_parallel<true>(lists, budget, space, scratch, block)
-                                            : find_in_parallel<false>(lists, budget, space, scratch, block);
+      found = reach <= 1 << space.near_bits ? find_in_parallel<true>(lists, budget, space, scratch, block, make_blank)
+                                            : find_in_parallel<false>(lists, budget, space, scratch, block, make_blank);
     if (found.count < 0) {
       __syncthreads();  // nobody is in the parallel route any more
       if (warp_id() == 0) {
@@ -285,6 +301,11 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
     }
   }
 
+  if (!block.blank) {
+    __syncthreads();  // all have seen that
+    make_blank(0);
+    __syncthreads();
+  }
   const size_t kept = sizeof(scratch) + (found.route == KDTREE_ROUTE_SERIAL ? serial_bytes(a.budget) : 0);
   const double unit = found.route == KDTREE_ROUTE_PARALLEL ? -power_of_two(facts.unit_bit()) : 0;
   write_tree(out, lists, scratch, found, {serial.scores, unit}, block.root, shared + kept, division.bytes - kept);

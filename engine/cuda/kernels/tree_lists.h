@@ -29,6 +29,7 @@ struct Lists {
 };
 
 constexpr unsigned kNoFault = 0xffffffffu;
+constexpr uint32_t kMinusInfinityBits = 0xff800000u;
 constexpr int kNoBit = 1000;  // lowest bit of zeros
 
 // A fault as one number that orders by depth, then rank, then code.
@@ -96,7 +97,7 @@ __host__ __device__ constexpr int set_bits(int width) {
 
 // Where read_lists puts things.
 struct ListSpace {
-  uint32_t* near;  // [depths, 2^near_bits] bits of the first entries of the rows, those that the budget can reach
+  uint32_t* near;  // [depths, 2^near_bits] bits of the first entries of the rows; minus infinity where the budget ends
   int near_bits;
   int* sets;  // [set_rows, 2^set_bits] ranks by id; nullptr where nothing is checked
   int set_rows, set_bits;
@@ -168,6 +169,8 @@ __device__ void read_lists(const Lists& lists, int reach, int vocab_size, const 
                            const F& meanwhile) {
   constexpr int kBatch = 4;
   const int entries = lists.depths * lists.width, threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x), near_width = 1 << space.near_bits;
+  const bool checks = space.sets != nullptr;
   int low_bit = kNoBit;
   unsigned fault = kNoFault;
   bool positive = false;
@@ -176,42 +179,46 @@ __device__ void read_lists(const Lists& lists, int reach, int vocab_size, const 
     int32_t ids[kBatch];
     KDTREE_UNROLL
     for (int j = 0; j < kBatch; ++j) {
-      const int i = first + j * threads + static_cast<int>(threadIdx.x);
+      const int i = first + j * threads + thread;
       values[j] = i < entries ? lists.lp[i] : 0.0f;
-      befores[j] = i > 0 && i < entries ? lists.lp[i - 1] : 0.0f;
-      ids[j] = i < entries && space.sets != nullptr ? lists.ids[i] : -1;
+      befores[j] = checks && i > 0 && i < entries ? lists.lp[i - 1] : 0.0f;
+      ids[j] = checks && i < entries ? lists.ids[i] : -1;
     }
     if (first == 0) {
-      facts->clear(static_cast<int>(threadIdx.x), reach);
+      facts->clear(thread, reach);
+      if (reach < near_width && space.near != nullptr) {
+        KDTREE_UNROLL_BY(1)
+        for (int i = thread; i < lists.depths << space.near_bits; i += threads)
+          if ((i & (near_width - 1)) >= reach) space.near[i] = kMinusInfinityBits;
+      }
       meanwhile();
       __syncthreads();
     }
     KDTREE_UNROLL
     for (int j = 0; j < kBatch; ++j) {
-      const int i = first + j * threads + static_cast<int>(threadIdx.x);
+      const int i = first + j * threads + thread;
       if (i >= entries) break;
       const int d = lists.row_of(i), r = i - d * lists.width;
       const float x = values[j];
-      const bool finite = is_finite(x);
-      if (space.sets != nullptr) {
+      if (checks) {
         if (const int code = entry_fault(x, befores[j], ids[j], r, vocab_size))
           fault = min(fault, pack_fault(d, r, code));
       }
       if (r >= reach) continue;
-      if (!finite) {
-        if (r == 0 || is_finite(befores[j])) atomicMin(&facts->lengths[d], r);
+      if (r < near_width) space.near[(d << space.near_bits) + r] = __float_as_uint(x);
+      if (!is_finite(x)) {
+        atomicMin(&facts->lengths[d], r);
         continue;
       }
       if (x != 0) low_bit = min(low_bit, lowest_bit(x));
       positive |= x > 0;
-      if (r >> space.near_bits == 0) space.near[(d << space.near_bits) + r] = __float_as_uint(x);
     }
   }
   low_bit = __reduce_min_sync(kAllLanes, low_bit);
   if (lane_id() == 0) atomicMin(&facts->low_bit, low_bit);
   if (fault != kNoFault) atomicMin(&facts->fault, fault);
   if (positive) atomicOr(&facts->positive, 1);
-  if (space.sets != nullptr)
+  if (checks)
     check_repeats(lists, space, facts);
   else
     __syncthreads();

@@ -60,7 +60,6 @@ struct Output {
   }
 
   __device__ void write(int i, const NodeRow& row) const {
-    block(a.tokens)[i] = row.token;
     block(a.parents)[i] = row.parent;
     block(a.depths)[i] = row.depth;
     block(a.ranks)[i] = row.rank;
@@ -70,14 +69,14 @@ struct Output {
       block(a.first_child)[i] = row.first_child;
       block(a.next_sibling)[i] = row.next_sibling;
     }
+    block(a.tokens)[i] = row.token;  // read from global memory: it comes last
   }
 };
 
 // Stores `count` words: 16 bytes a thread as far as they are aligned. from(i) gives what yields word i and those behind
-// it, one a call. thread: this one's number among those of the block.
+// it, one a call. thread: this one's number among the `threads` that store.
 template <typename F>
-__device__ void store_all(uint32_t* to, int count, int thread, const F& from) {
-  const int threads = static_cast<int>(blockDim.x);
+__device__ void store_all(uint32_t* to, int count, int thread, int threads, const F& from) {
   const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(to) / sizeof(uint32_t) % 4);
   const int head = min(count, (4 - odd) % 4), fours = (count - head) / 4, tail = head + 4 * fours;
   Four* const wide = reinterpret_cast<Four*>(to + head);

@@ -9,10 +9,10 @@
 //   bound     a cost below which B nodes lie for certain
 //   estimate  histograms of the lists, convolved: how many nodes lie below which cost, and so a tighter threshold
 //   expand    all nodes up to the threshold, depth by depth; their number must lie in [B, room], else another threshold
-//   rank      each node's place by (cost, rank tuple), through buckets of cost
+//   rank      each node's place by (cost, rank tuple), through buckets of cost where they are many
 // One block works on one tree, so its time is that of the longest chain of reads of shared memory, shuffles and
-// barriers. Hence searches take eight ways a step, a warp hands out children by itself, and the estimate is made by one
-// warp without a barrier.
+// barriers. Hence searches take eight ways a step, a warp finds all children of a node at once, the estimate is made by
+// one warp without a barrier, and few nodes are ranked without buckets.
 #pragma once
 
 #include "kernels/tree_lists.h"
@@ -23,7 +23,7 @@ namespace kdtree {
 constexpr uint32_t kTooDear = 0xffffffffu;  // any cost that needs more than 32 bits
 constexpr int kMostTries = 40;              // a bisection of 32 bits ends before
 constexpr int kRoomy = 6;                   // with so many times the budget, the bound alone mostly does
-constexpr int kMostLevels = 10;             // of the bound: 2^10 nodes are the largest budget
+constexpr int kMostLevels = 4;              // of the bound: more are not cheaper, and take longer to add up
 
 struct alignas(16) FourFloats {
   float of[4];
@@ -64,11 +64,10 @@ struct Costs {
     KDTREE_UNROLL_BY(1)
     for (int i = 4 * static_cast<int>(threadIdx.x); i < lists.depths << near_bits;
          i += 4 * static_cast<int>(blockDim.x)) {
-      const int d = i >> near_bits, some = lengths[d] - (i - (d << near_bits));
       Four& four = *reinterpret_cast<Four*>(near + i);
-      Four made;
+      Four made = four;
       KDTREE_UNROLL
-      for (int j = 0; j < 4; ++j) made.of[j] = j < some ? cost_of(__uint_as_float(four.of[j])) : kTooDear;
+      for (int j = 0; j < 4; ++j) made.of[j] = cost_of(__uint_as_float(made.of[j]));
       four = made;
     }
   }
@@ -78,6 +77,12 @@ struct Costs {
       if (r >> near_bits != 0) return cost_of(lists.at(d, r));
     }
     return near[(d << near_bits) + r];
+  }
+
+  // kTooDear behind the row's end.
+  __device__ uint32_t or_too_dear(int d, int r) const {
+    if (kWhole ? r >> near_bits != 0 : r >= lengths[d]) return kTooDear;
+    return (*this)(d, r);
   }
 
   // How many entries of row d cost at most `most`, which is below kTooDear.
@@ -121,25 +126,14 @@ struct Costs {
 };
 
 struct Frontier {
-  uint32_t bound;          // B nodes, or all there are, cost at most this; kTooDear: it is not known
-  float all_nodes;         // how many there are; saturates
-  int roots[kMostLevels];  // roots[m - 1]: the smallest w with w^m >= B
-
-  // Needs no list: done while they are on their way. find_bound needs a barrier in between.
-  __device__ void prepare(int thread, int budget) {
-    if (thread == 0) bound = kTooDear;
-    if (thread >= kMostLevels) return;
-    int root = static_cast<int>(exp2f(log2f(static_cast<float>(budget)) / static_cast<float>(thread + 1)));
-    float nodes = 1;
-    for (int l = 0; l <= thread; ++l) nodes *= static_cast<float>(root);
-    roots[thread] = nodes < static_cast<float>(budget) ? root + 1 : root;
-  }
+  uint32_t bound;   // B nodes, or all there are, cost at most this; kTooDear: it is not known
+  float all_nodes;  // how many there are; saturates
 };
 
 // The best w ranks at each of m levels in a row make w^m nodes: with w^m >= B the dearest of them bounds the cost of
-// the B-th node. All m are tried, by a warp each, and all first levels, by a lane each; with fewer than B nodes in all,
-// the dearest of all is the bound. Lane d reads row d and the others ask it. Returns the rows before the first empty
-// one.
+// the B-th node. The m up to kMostLevels are tried, by a warp each, and all first levels, by a lane each; with fewer
+// than B nodes in all, the dearest of all is the bound. out->bound is kTooDear before. Lane d reads row d and the
+// others ask it. Returns the rows before the first empty one.
 template <bool kWhole>
 __device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out) {
   const int lane = lane_id();
@@ -147,14 +141,19 @@ __device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out)
   const int depths = __ffs(static_cast<int>(__ballot_sync(kAllLanes, length == 0))) - 1;
   const bool here = lane < depths;
   uint32_t above = here ? costs(lane, 0) : 0;  // cost of the best path to this row, then to the row before
-  for (int step = 1; step < kWarp; step *= 2) {
+  KDTREE_UNROLL_BY(1)
+  for (int step = 1; step < depths; step *= 2) {
     const uint32_t other = __shfl_up_sync(kAllLanes, above, step);
     if (lane >= step) above = add_costs(above, other);
   }
   above = __shfl_up_sync(kAllLanes, above, 1);
   if (lane == 0) above = 0;
   for (int levels = warp_id() + 1; levels <= min(kMostLevels, depths); levels += warp_count()) {
-    const int ranks = here ? min(out->roots[levels - 1], length) : 0;  // 0 behind the end, where no node is
+    int power = lane + 1;
+    KDTREE_UNROLL_BY(1)
+    for (int l = 1; l < levels; ++l) power *= lane + 1;
+    const int root = levels == 1 ? budget : __ffs(static_cast<int>(__ballot_sync(kAllLanes, power >= budget)));
+    const int ranks = here ? min(root, length) : 0;  // 0 behind the end, where no node is
     const uint32_t dearest = here ? costs(lane, ranks - 1) : 0;
     float nodes = static_cast<float>(ranks);
     uint32_t cost = add_costs(above, dearest);
@@ -193,10 +192,10 @@ struct EstimateSpace {
 };
 
 // A threshold below which about `wanted` nodes lie, at most `bound`. Only an estimate: whatever it says, the tree is
-// the same.
-template <bool kWhole>
+// the same. meanwhile: called by all warps but the first, which makes the estimate.
+template <bool kWhole, typename F>
 __device__ uint32_t estimate(const Costs<kWhole>& costs, int depths, uint32_t bound, float wanted,
-                             const EstimateSpace& space) {
+                             const EstimateSpace& space, const F& meanwhile) {
   const int lane = lane_id();
   const float bin_cost = (static_cast<float>(bound) + 1) / kCostBins;
   for (int d = warp_id(); d < depths; d += warp_count()) {
@@ -208,50 +207,49 @@ __device__ uint32_t estimate(const Costs<kWhole>& costs, int depths, uint32_t bo
   }
   __syncthreads();
   if (warp_id() == 0) {
-    float level = space.counts[0][kCostBins + lane], below = 0;
-    unsigned enough = 0;
-    for (int d = 1;; ++d) {
-      float up_to = level;
-      for (int step = 1; step < kWarp; step *= 2) {
-        const float other = __shfl_up_sync(kAllLanes, up_to, step);
-        if (lane >= step) up_to += other;
-      }
-      below += up_to;
-      // Deeper nodes only add: bins behind the first one with enough decide nothing any more.
-      enough = __ballot_sync(kAllLanes, below >= wanted);
-      const int last = enough != 0 ? __ffs(static_cast<int>(enough)) - 1 : kCostBins - 1;
-      if (d == depths || !__any_sync(kAllLanes, lane <= last && level > 0)) break;
+    float level = space.counts[0][kCostBins + lane], below = level;
+    KDTREE_UNROLL_BY(1)
+    for (int d = 1; d < depths && __any_sync(kAllLanes, level > 0); ++d) {
       space.level[lane] = level;
       __syncwarp();
       const float* const counts = &space.counts[d][kCostBins + lane];
       const FourFloats* const parents = reinterpret_cast<const FourFloats*>(space.level);
       float sums[4] = {};
-      KDTREE_UNROLL_BY(4)
-      for (int i = 0; i <= last / 4; ++i) {
+      KDTREE_UNROLL
+      for (int i = 0; i < kCostBins / 4; ++i) {
         const FourFloats four = parents[i];
         KDTREE_UNROLL
-        for (int j = 0; j < 4; ++j) sums[j] += four.of[j] * counts[-(4 * i + j)];
+        for (int j = 0; j < 4; ++j) sums[j] = fmaf(four.of[j], counts[-(4 * i + j)], sums[j]);
       }
       level = fminf((sums[0] + sums[1]) + (sums[2] + sums[3]), 1e30f);
+      below += level;
       __syncwarp();
     }
+    for (int step = 1; step < kWarp; step *= 2) {
+      const float other = __shfl_up_sync(kAllLanes, below, step);
+      if (lane >= step) below += other;
+    }
+    const unsigned enough = __ballot_sync(kAllLanes, below >= wanted);
     const float cost = (static_cast<float>(__ffs(static_cast<int>(enough))) - 0.5f) * bin_cost;
     if (lane == 0)
       *space.answer = enough != 0 && cost < static_cast<float>(bound) ? static_cast<uint32_t>(cost) : bound;
+  } else {
+    meanwhile();
   }
   __syncthreads();
   return *space.answer;
 }
 
-// Buckets of costs up to a threshold, in ascending order.
+// Buckets of costs up to a threshold, in ascending order; narrower towards it, where most nodes are.
 struct Buckets {
-  float per_cost;
-  int last;
+  float per_cost, count;
 
-  __device__ Buckets(uint32_t threshold, int count)
-      : per_cost(static_cast<float>(count) / (static_cast<float>(threshold) + 1)), last(count - 1) {}
+  __device__ Buckets(uint32_t threshold, int buckets)
+      : per_cost(1 / (static_cast<float>(threshold) + 1)), count(static_cast<float>(buckets)) {}
+  __device__ int last() const { return static_cast<int>(count) - 1; }
   __device__ int operator()(uint32_t cost) const {
-    return min(static_cast<int>(static_cast<float>(cost) * per_cost), last);
+    const float share = static_cast<float>(cost) * per_cost;
+    return min(static_cast<int>(share * share * count), last());
   }
 };
 
@@ -262,74 +260,103 @@ __device__ void put_node(Scratch& s, int i, uint32_t cost, int parent, int rank,
   s.parents[i] = static_cast<uint16_t>(parent);
   s.ranks[i] = static_cast<uint16_t>(rank);
   s.depths[i] = static_cast<uint8_t>(d);
+  s.starts[i] = kNone;
 }
 
-// Exclusive sum over the warp.
-__device__ inline Scanned scan_warp(unsigned value) {
-  const unsigned inclusive = warp_inclusive_sum(value);
-  return Scanned{inclusive - value, __shfl_sync(kAllLanes, inclusive, kWarp - 1)};
-}
-
-// All nodes that cost at most `threshold`, depth by depth, each depth in the order of its rank tuples. Returns how
-// many; more than `room` (and an unusable scratch) if they are more. s.starts is complete behind the next barrier.
-template <bool kWhole, typename Scratch>
-__device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold, int room, Scratch& s,
-                      BlockScan& scan) {
-  constexpr int kThreads = Scratch::kBuckets / 2, kWarps = kThreads / kWarp;
-  const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
-  const uint32_t first_cost = thread < costs.lengths[0] ? costs(0, thread) : kTooDear;  // a thread for every rank
-  const bool first = first_cost <= threshold;
-  if (first) put_node(s, thread, first_cost, kNone, thread, 0);
-  s.buckets[thread] = s.buckets[thread + kThreads] = 0;
-  int begin = 0, end = __syncthreads_count(first);
-  uint8_t* const heads = s.heads + thread - lane;
-  for (int d = 1; d < depths && begin < end; ++d) {
-    int next = end;
-    // Of up to 32 parents each warp finds all children and puts some: nobody waits for others in between. 1024 threads
-    // have no registers left for that.
-    const bool few = kThreads < 1024 && end - begin <= kWarp;
-    for (int base = begin; base < end; base += kThreads) {
-      // Otherwise all warps take as many parents: the first ones have most of the children.
-      const int share = few ? kWarp : min(kWarp, (end - base + kWarps - 1) / kWarps);
-      const int parent = base + (few ? 0 : warp_id() * share) + lane;
-      const bool here = lane < share && parent < end;
-      const uint32_t cost = here ? s.costs[parent] : 0;
-      const unsigned children = here ? static_cast<unsigned>(costs.up_to(d, threshold - cost)) : 0;
-      const Scanned scanned = few ? scan_warp(children) : scan(children);
-      if (scanned.total > static_cast<unsigned>(room - next)) return room + 1;
-      if (here && (!few || warp_id() == 0))
-        s.starts[parent] = static_cast<uint16_t>(next + static_cast<int>(scanned.before));
-      // The warp hands out children, which stand side by side: marks show where a parent's begin.
-      const unsigned warp_begin =
-          few ? static_cast<unsigned>(thread - lane) : __shfl_sync(kAllLanes, scanned.before, 0);
-      const unsigned warp_end = few ? scanned.total : __shfl_sync(kAllLanes, scanned.before + children, kWarp - 1);
-      const unsigned fertile = __ballot_sync(kAllLanes, children > 0);
-      if (children > 0) heads[__popc(fertile & ((1u << lane) - 1))] = static_cast<uint8_t>(lane);
-      __syncwarp();
-      for (unsigned from = warp_begin; from < warp_end; from += few ? kThreads : kWarp) {
-        const unsigned at = scanned.before - from;  // wraps around where it is before
-        const bool earlier = children > 0 && scanned.before < from;
-        const unsigned marks = __reduce_or_sync(kAllLanes, children > 0 && !earlier && at < kWarp ? 1u << at : 0u);
-        const int heads_before = __popc(__ballot_sync(kAllLanes, earlier)) + __popc(marks & ((2u << lane) - 1));
-        const int head = heads[heads_before - 1];
-        const unsigned start = __shfl_sync(kAllLanes, scanned.before, head), child = from + lane;
-        if (child < warp_end) {
-          const int rank = static_cast<int>(child - start), above = parent - lane + head;
-          put_node(s, next + static_cast<int>(child), s.costs[above] + costs(d, rank), above, rank, d);
-        }
-      }
-      next += static_cast<int>(scanned.total);
-    }
-    if (next > end) __syncthreads();
-    begin = end;
-    end = next;
+// How many ranks of row d cost at most `most`, by a warp: a chunk a step. first: cost of the lane's rank.
+template <bool kWhole>
+__device__ int count_up_to(const Costs<kWhole>& costs, int d, uint32_t first, uint32_t most) {
+  unsigned within = __ballot_sync(kAllLanes, first <= most);
+  int count = __popc(within);
+  KDTREE_UNROLL_BY(1)
+  for (int r = kWarp + lane_id(); within == kAllLanes; r += kWarp) {
+    within = __ballot_sync(kAllLanes, costs.or_too_dear(d, r) <= most);
+    count += __popc(within);
   }
-  for (int i = begin + thread; i < end; i += kThreads) s.starts[i] = static_cast<uint16_t>(end);
+  return count;
+}
+
+// All nodes that cost at most `threshold`, depth by depth, the children of a node side by side. Returns how many; more
+// than `room` (and an unusable scratch) if they are more. s.depth_sizes hold zeros, and nobody reads the scratch.
+//
+// Few nodes have children: those wait in a queue, and a warp takes two at a time, for each waits long for its place.
+// Ranks ascend in cost, so children are the first ranks of a row, and those with children themselves the first of
+// these.
+template <bool kWhole, typename Scratch>
+__device__ int expand(const Costs<kWhole>& costs, int depths, uint32_t threshold, int room, Scratch& s) {
+  const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), warps = static_cast<int>(blockDim.x) / kWarp;
+  constexpr int kAtOnce = Scratch::kBuckets < 2048 ? 2 : 1;  // 1024 threads have no registers for two
+  uint16_t* const queue = s.queue();
+  // What a node of depth d may cost and have a child; nothing: below 0.
+  const auto fertile_up_to = [&](int d) {
+    const uint32_t next = d + 1 < depths ? costs(d + 1, 0) : kTooDear;
+    return next <= threshold ? static_cast<int64_t>(threshold - next) : -1;
+  };
+  int64_t fertile = fertile_up_to(0);
+  {
+    const uint32_t cost = thread < costs.lengths[0] ? costs(0, thread) : kTooDear;  // a thread for every rank
+    const unsigned within = __ballot_sync(kAllLanes, cost <= threshold);
+    const unsigned parents = __ballot_sync(kAllLanes, cost <= fertile);
+    if (cost <= threshold)
+      put_node(s, thread, cost, kNone, thread, 0);
+    else
+      s.costs[thread] = kTooDear;  // for rank_few
+    if (cost <= fertile) queue[thread] = static_cast<uint16_t>(thread);
+    if (lane < 2 && within != 0)
+      atomicAdd(&s.depth_sizes[0].of[lane], static_cast<uint32_t>(__popc(lane == 0 ? within : parents)));
+    s.buckets[thread] = s.buckets[thread + blockDim.x] = 0;
+  }
+  __syncthreads();
+  int end = static_cast<int>(s.depth_sizes[0].of[0]);
+  int parents = 0, parents_end = static_cast<int>(s.depth_sizes[0].of[1]);  // of the depth before, in the queue
+  KDTREE_UNROLL_BY(1)
+  for (int d = 1; parents < parents_end; ++d) {
+    const uint32_t first = costs.or_too_dear(d, lane);
+    fertile = fertile_up_to(d);
+    KDTREE_UNROLL_BY(1)
+    for (int p = parents + warp_id(); p < parents_end; p += kAtOnce * warps) {
+      int parent[kAtOnce], children[kAtOnce], fertile_ones[kAtOnce], all = 0, all_fertile = 0;
+      uint32_t cost[kAtOnce];
+      KDTREE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        const bool here = j == 0 || p + j * warps < parents_end;
+        parent[j] = queue[here ? p + j * warps : p];
+        cost[j] = s.costs[parent[j]];
+        children[j] = here ? count_up_to(costs, d, first, threshold - cost[j]) : 0;
+        fertile_ones[j] =
+            here && cost[j] <= fertile ? count_up_to(costs, d, first, static_cast<uint32_t>(fertile) - cost[j]) : 0;
+        all += children[j];
+        all_fertile += fertile_ones[j];
+      }
+      uint32_t at = 0;
+      if (lane < 2) at = atomicAdd(&s.depth_sizes[d].of[lane], static_cast<uint32_t>(lane == 0 ? all : all_fertile));
+      int begin = end + static_cast<int>(__shfl_sync(kAllLanes, at, 0));
+      int slot = parents_end + static_cast<int>(__shfl_sync(kAllLanes, at, 1));
+      if (max(begin + all, slot + all_fertile) > room) continue;
+      KDTREE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (lane == 0 && children[j] > 0) s.starts[parent[j]] = static_cast<uint16_t>(begin);
+        KDTREE_UNROLL_BY(1)
+        for (int r = lane; r < children[j]; r += kWarp) {
+          const uint32_t own = r < kWarp ? first : costs(d, r);
+          put_node(s, begin + r, cost[j] + own, parent[j], r, d);
+          if (r < fertile_ones[j]) queue[slot + r] = static_cast<uint16_t>(begin + r);
+        }
+        begin += children[j];
+        slot += fertile_ones[j];
+      }
+    }
+    __syncthreads();
+    const Pair sizes = s.depth_sizes[d];
+    if (sizes.of[0] > static_cast<uint32_t>(room - end)) return room + 1;
+    end += static_cast<int>(sizes.of[0]);
+    parents = parents_end;
+    parents_end += static_cast<int>(sizes.of[1]);
+  }
   return end;
 }
 
 // Whether node a comes before node b of the same cost: the smaller rank tuple, a prefix before what extends it.
-// Within a depth the index orders the tuples; the deeper of two is represented by its ancestor at the other's depth.
 template <typename Scratch>
 __device__ bool tuple_before(Scratch& s, int a, int b) {
   const int depth_a = s.depths[a], depth_b = s.depths[b];
@@ -338,7 +365,54 @@ __device__ bool tuple_before(Scratch& s, int a, int b) {
   for (int d = depth_a; d > depth_b; --d) up_a = s.parents[up_a];
   KDTREE_UNROLL_BY(1)
   for (int d = depth_b; d > depth_a; --d) up_b = s.parents[up_b];
-  return up_a != up_b ? up_a < up_b : depth_a < depth_b;
+  if (up_a == up_b) return depth_a < depth_b;
+  KDTREE_UNROLL_BY(1)
+  while (s.parents[up_a] != s.parents[up_b]) {
+    up_a = s.parents[up_a];
+    up_b = s.parents[up_b];
+  }
+  return s.ranks[up_a] < s.ranks[up_b];
+}
+
+constexpr int kFewNodes = 128;  // so many are ranked by comparing all with all
+
+// As rank, of at most kFewNodes nodes: some threads for each, which look at as many others. Behind the last node
+// s.costs hold kTooDear.
+template <int kThreads, typename Scratch>
+__device__ void rank_few(Scratch& s, int count, int budget) {
+  constexpr int kParts = kThreads / kFewNodes;
+  const int thread = static_cast<int>(threadIdx.x), node = thread / kParts, part = thread % kParts;
+  if (thread / kWarp * kWarp < count * kParts) {
+    const uint32_t cost = s.costs[node];
+    int place = 0, alike = 0;
+    const int share = (count + 4 * kParts - 1) / (4 * kParts);
+    const Four* const others = reinterpret_cast<const Four*>(s.costs) + part * share;
+    KDTREE_UNROLL_BY(2)
+    for (int j = 0; j < share; ++j) {
+      const Four four = others[j];
+      KDTREE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        place += four.of[i] < cost ? 1 : 0;
+        alike += four.of[i] == cost ? 1 : 0;
+      }
+    }
+    KDTREE_UNROLL
+    for (int step = 1; step < kParts; step *= 2) {
+      place += __shfl_xor_sync(kAllLanes, place, step);
+      alike += __shfl_xor_sync(kAllLanes, alike, step);
+    }
+    if (node < count && part == 0) {
+      KDTREE_UNROLL_BY(1)
+      for (int j = 0; alike > 1; ++j) {
+        if (s.costs[j] != cost || j == node) continue;
+        --alike;
+        place += tuple_before(s, j, node);
+      }
+      s.places[node] = static_cast<uint16_t>(place);
+      if (place < budget) s.order[place] = static_cast<uint16_t>(node);
+    }
+  }
+  __syncthreads();
 }
 
 // Fills s.places for nodes 0..count-1 and s.order for the first `budget` places. Buckets, two a thread and 0 behind
@@ -360,7 +434,7 @@ __device__ void rank(Scratch& s, int count, int budget, const Buckets& buckets, 
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const uint32_t cost = s.costs[i];
     const int bucket = buckets(cost), first = static_cast<int>(s.buckets[bucket]);
-    const int last = bucket < buckets.last ? static_cast<int>(s.buckets[bucket + 1]) : count;
+    const int last = bucket < buckets.last() ? static_cast<int>(s.buckets[bucket + 1]) : count;
     int place = first;
     for (int j = first; j < last && place < budget; ++j) {
       const int other = members[j];

@@ -13,12 +13,15 @@ constexpr size_t kMostShared = 96 * 1024;  // of a block: every architecture has
 // The kernel exists for a few numbers of threads, each for budgets up to a largest one: the places of its arrays in
 // shared memory are constants.
 __host__ __device__ constexpr int largest_budget(int threads) {
-  return threads == 256 ? 128 : threads == 512 ? 384 : KDTREE_MAX_BUDGET;
+  return threads == 256 ? 64 : threads == 512 ? 384 : KDTREE_MAX_BUDGET;
 }
-constexpr int threads_of(int budget) { return budget <= 128 ? 256 : budget <= 384 ? 512 : 1024; }
+constexpr int threads_of(int budget) { return budget <= 64 ? 256 : budget <= 384 ? 512 : 1024; }
 
 struct alignas(16) Four {
   uint32_t of[4];
+};
+struct alignas(8) Pair {
+  uint32_t of[2];
 };
 
 // Room for expanded nodes: the B best are among them.
@@ -34,11 +37,19 @@ struct alignas(16) TreeScratch {
   uint32_t costs[kNodes];      // -score in units of the lowest bit
   uint16_t parents[kNodes];    // expanded index, kNone: the root
   uint16_t ranks[kNodes];
-  uint16_t starts[kNodes];  // first child, if there is one
-  uint16_t places[kNodes];  // place in its bucket, then place in the order; >= B: not in the tree
-  uint16_t order[kBudget];  // expanded index by place
-  uint8_t depths[kNodes];   // 0: depth 1
-  uint8_t heads[kThreads];  // of expand
+  uint16_t starts[kNodes];             // first child, if there is one
+  uint16_t places[kNodes];             // place in its bucket, then place in the order; >= B: not in the tree
+  uint16_t order[kBudget];             // expanded index by place
+  uint8_t depths[kNodes];              // 0: depth 1
+  Pair depth_sizes[KDTREE_MAX_DEPTH];  // of expand: nodes of a depth, and those of them that have children
+
+  // By the first warp.
+  __device__ void clear_sizes() {
+    if (threadIdx.x < KDTREE_MAX_DEPTH) depth_sizes[threadIdx.x] = Pair{};
+  }
+
+  // Of expand: nodes that have children. Places are known later.
+  __device__ uint16_t* queue() { return places; }
 
   // What lies behind, in turn: the estimate's counts, and at the end the costs of list entries; the members of
   // buckets; the serial route's candidates; output rows on their way.

@@ -274,7 +274,7 @@ __device__ inline void write_small(const Output& out, const SmallLists& lists, c
     out.write(i, row);
   }
   if (a.paths != nullptr)
-    store_all(reinterpret_cast<uint32_t*>(out.block(a.paths, columns)), rows * columns, threads - 1 - thread,
+    store_all(reinterpret_cast<uint32_t*>(out.block(a.paths, columns)), rows * columns, threads - 1 - thread, threads,
               [&](int j) {
                 const int first = division.by_columns(j), at = j - first * columns;
                 const auto steps = [&above, count](int node, int from) {
@@ -289,7 +289,7 @@ __device__ inline void write_small(const Output& out, const SmallLists& lists, c
                 };
               });
   if (a.visibility != nullptr)
-    store_all(out.block(a.visibility, words), rows * words, (thread + threads / 2) % threads, [&](int j) {
+    store_all(out.block(a.visibility, words), rows * words, (thread + threads / 2) % threads, threads, [&](int j) {
       return [&, j]() mutable {
         const int i = division.by_words(j), word = j++ - i * words;
         if (i > count) return 0u;
