@@ -124,18 +124,8 @@ class EngineDecoder:
         return self._timed(lambda: self._run(arm, prompt, block_size, options, keep_traces=keep_traces))
 
     def _timed(self, opened: Callable[[], Run]) -> Generation:
-        """A run from end to end; where a graph had to be captured for it, the run after that one."""
-        for _ in range(TRIES):
-            with opened() as run:
-                active = run.prefill()
-                start = self.clock.mark()
-                while active:
-                    active = run.round()
-                seconds = self.clock.seconds(start, self.clock.mark())
-                made = Timed(**vars(_finished(run)), measured_seconds=seconds)
-                if self.launch != "graph" or run.replayed == len(made.rounds):
-                    break
-        return made
+        made, seconds = timed(opened, self.clock, replayed=self.launch == "graph")
+        return Timed(**vars(_translated(made)), measured_seconds=seconds)
 
     def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
         """Decode one prompt stage by stage, and its time by stage. Raises EngineError, RequestError."""
@@ -147,7 +137,7 @@ class EngineDecoder:
                     for stage in STAGES:
                         active = run.stage(stage)
                 around = time.perf_counter() - start
-                result = _finished(run)
+                result = _translated(finished(run))
         return result, stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
 
     def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
@@ -162,7 +152,7 @@ class EngineDecoder:
             run.prefill()
             for stage in STAGES:
                 run.stage(stage)
-            return _finished(run).rounds[0]
+            return _translated(finished(run)).rounds[0]
 
     def _run(
         self,
@@ -219,10 +209,33 @@ class EngineDecoder:
         return made
 
 
-def _finished(run: Run) -> Generation:
+def timed(opened: Callable[[], Run], clock: Clock, *, replayed: bool) -> tuple[native.Generation, float]:
+    """The request of a run, and seconds of its rounds from end to end, the prompt read before.
+
+    replayed: the rounds must be; where some were launched one by one, or captured, the run after that one counts.
+    Raises EngineError where they never are all, RequestError.
+    """
+    for _ in range(TRIES):
+        with opened() as run:
+            active = run.prefill()
+            start = clock.mark()
+            while active:
+                active = run.round()
+            seconds = clock.seconds(start, clock.mark())
+            made, count = finished(run), run.replayed
+        if not replayed or count == len(made.rounds):
+            return made, seconds
+    raise EngineError(f"{count} of {len(made.rounds)} rounds were replayed as a CUDA graph in run {TRIES}, all must be")
+
+
+def finished(run: Run) -> native.Generation:
+    """The first request of a run. Raises RequestError where it failed."""
     if (error := run.error(0)) is not None:
         raise error
-    made = run.generation(0)
+    return run.generation(0)
+
+
+def _translated(made: native.Generation) -> Generation:
     rounds = tuple(_round(done) for done in made.rounds)
     return Generation(made.tokens, rounds, made.finish_reason, made.prefill_seconds, made.cache_length)
 

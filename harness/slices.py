@@ -7,6 +7,7 @@ Every tree is decoded once with its logits, whose bits must be plain decoding's.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import tempfile
@@ -31,6 +32,7 @@ from harness import stats
 from harness.cases import GPU, Chosen, Slice, digest
 from harness.curve import made_up_lists
 from harness.gpu_builders import NoGpuError
+from harness.gpu_decoder import finished, timed
 from harness.parity import reason
 from harness.records import Difference, Parity, Row, Scalar
 from harness.systems import Bench
@@ -78,7 +80,6 @@ class Device(Protocol):
     library: Library
     stream: Any
     clock: Clock
-    launch: Literal["eager", "graph"] | None
     reader: ClockReader | None
     name: str
 
@@ -87,7 +88,7 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     """Plain decoding, trees, and a pass over N rows. Where the model does not fit, one row says so."""
     case = chosen.case
     assert isinstance(case, Slice)
-    case_hash = digest(case, json.dumps(config_of(case), sort_keys=True))
+    case_hash = hash_of(case, bench.seed)
     if bench.is_done(chosen, case_hash):
         return
     with ExitStack() as held:
@@ -108,6 +109,12 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
 
 def config_of(case: Slice) -> dict[str, Any]:
     return {**CONFIGS[case.model], "num_hidden_layers": case.layers}
+
+
+def hash_of(case: Slice, seed: int) -> str:
+    """Of all that the work depends on; the weights are made from the seed."""
+    sizes = [TOKENS, BLOCK, WIDTH, SLOPE, MISS, MAX_RANK]
+    return digest(case, json.dumps(config_of(case), sort_keys=True), seed, json.dumps(sizes))
 
 
 def params_of(case: Slice) -> dict[str, Scalar]:
@@ -144,9 +151,13 @@ class Measurement:
         self._bench, self._case, self._case_hash, self._config = bench, case, case_hash, config_of(case)
         self._params = {**params_of(case), "system": device.name}
         self._device, self._engine = device, engine
+        self._launch: Literal["eager", "graph"] = "graph" if engine.graphs else "eager"
         self._prompt = spread(case.prefix, self._config["vocab_size"])
         self._truth = self.decode("ar", 0, keep_logits=True).generation
-        self._bytes_per_s = copy_bandwidth(device)
+
+    @functools.cached_property
+    def _bytes_per_s(self) -> float | None:
+        return copy_bandwidth(self._device)
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         yield from self._decodings(wanted)
@@ -162,7 +173,7 @@ class Measurement:
             {name: self._decoding(budget) for name, budget in arms.items()},
             samples=SAMPLES,
             clock=self._device.clock,
-            launch=self._device.launch,
+            launch=self._launch,
             reader=self._device.reader,
             inspect=lambda name, _, made: found.update({name: made.generation}),
             seconds=lambda made: float(made.seconds),
@@ -198,13 +209,10 @@ class Measurement:
         return lambda: self.decode("ddtree" if budget else "ar", budget)
 
     def decode(self, method: Any, budget: int, *, keep_logits: bool = False, graphs: bool = True) -> Decoded:
-        with self._run(method, self._request(budget), keep_logits=keep_logits, graphs=graphs) as run:
-            active = run.prefill()
-            start = self._device.clock.mark()
-            while active:
-                active = run.round()
-            seconds = self._device.clock.seconds(start, self._device.clock.mark())
-            return Decoded(_finished(run), seconds)
+        def opened() -> Run:
+            return self._run(method, self._request(budget), keep_logits=keep_logits, graphs=graphs)
+
+        return Decoded(*timed(opened, self._device.clock, replayed=graphs and self._engine.graphs))
 
     def _use(self, budget: int, tau: float, gain: float | None, step: float | None) -> dict[str, float | int | None]:
         """How the loop uses what its stages allow; these are timed in a run of their own."""
@@ -215,7 +223,7 @@ class Measurement:
                 while active:
                     for stage in STAGES:
                         active = run.stage(stage)
-                rounds = _finished(run).rounds
+                rounds = finished(run).rounds
         draft, verify = (sum(r.seconds[stage] for r in rounds) / len(rounds) for stage in ("draft", "verify"))
         efficiency = stats.loop_efficiency(gain, tau, step, draft, verify)
         return {"draft_s": draft, "verify_s": verify, "loop_efficiency": efficiency.value}
@@ -228,15 +236,14 @@ class Measurement:
             {name: self.verify(n) for name, n in counts.items()},
             samples=SAMPLES,
             clock=self._device.clock,
-            launch=self._device.launch,
+            launch=self._launch,
             reader=self._device.reader,
             seconds=float,
         )
         for name, n in counts.items():
             timing, why, parity, metrics = measured[name].timing, measured[name].failure, None, {}
             if why is None:
-                with self._first_round(n, keep_logits=True) as run:
-                    made = _finished(run)
+                made = self.passed(n)
                 parity = self.same_bits(name, made)
                 nodes = made.rounds[0].nodes
                 why = reason(parity) or (f"{nodes + 1} rows were verified, not {n}" if nodes != n - 1 else None)
@@ -262,9 +269,14 @@ class Measurement:
 
         def seconds() -> float:
             with self._first_round(n, graphs=graphs) as run:
-                return _finished(run).rounds[0].seconds["verify"]
+                return finished(run).rounds[0].seconds["verify"]
 
         return seconds
+
+    def passed(self, n: int, *, graphs: bool = True) -> Generation:
+        """What a first round of N rows gave, with logits."""
+        with self._first_round(n, keep_logits=True, graphs=graphs) as run:
+            return finished(run)
 
     def _first_round(self, n: int, *, keep_logits: bool = False, graphs: bool = True, dump: Path | None = None) -> Run:
         """A run whose first round has verified a tree of n - 1 nodes; its best path is what plain decoding says."""
@@ -310,6 +322,8 @@ class Measurement:
 
     def _roofline(self, seconds: float, n: int, touched: Sequence[int], keys: int) -> dict[str, float | int | None]:
         read = pass_bytes(self._config, n, touched, keys, 2 if self._case.dtype == "bfloat16" else 4)
+        if self._bytes_per_s is None:
+            return {"bytes": float(read)}
         least = read / self._bytes_per_s
         return {"bytes": float(read), "copy_bytes_per_s": self._bytes_per_s, "roofline_share": least / seconds}
 
@@ -352,9 +366,14 @@ def lists_along(tokens: Sequence[int], vocab_size: int) -> tuple[NDArray[np.int3
     return ids, lp
 
 
-def copy_bandwidth(device: Device) -> float:
-    """Bytes a second that a copy in the device's memory reads and writes together, the best of ten."""
+def copy_bandwidth(device: Device) -> float | None:
+    """Bytes a second that a copy in the device's memory reads and writes together, the best of ten.
+
+    None of a GPU without CuPy: a copy on the host would say nothing of it.
+    """
     if device.stream is None:
+        if device.library.architectures != "host":
+            return None
         source = np.zeros(COPIED // 64, np.uint8)
         return 2 * len(source) / min(_seconds(device, source.copy) for _ in range(10))
     cupy = importlib.import_module("cupy")
@@ -367,9 +386,3 @@ def _seconds(device: Device, work: Callable[[], object]) -> float:
     start = device.clock.mark()
     work()
     return device.clock.seconds(start, device.clock.mark())
-
-
-def _finished(run: Run) -> Generation:
-    if (error := run.error(0)) is not None:
-        raise error
-    return run.generation(0)

@@ -95,7 +95,8 @@ def test_what_exactness_costs_is_told_against_the_other_products(library, tmp_pa
     assert [row.arm for row in rows] == [f"gpu-{of}{work}" for work in ("ar", "n1", "n4") for of in ("", "cublas-")]
     for row in rows:
         assert row.status == "OK", row.reason
-        assert (row.metrics["rows_compared"], row.metrics["rows_differ"]) == (7, 0)
+        assert row.metrics["rows_differ"] == 0
+        assert (row.metrics["rows_compared"] or 0) >= (7 if row.arm.endswith("ar") else 2)
         exact = row.params["gemm"] == "row_invariant"
         assert (row.parity is not None) == exact
         assert row.against == (row.arm.replace("gpu-", "gpu-cublas-") if exact else None)
@@ -127,6 +128,19 @@ def test_one_bit_makes_a_row_invalid(library, tmp_path, monkeypatch):
     assert code == 1
     assert {row.arm for row in rows if row.status == "INVALID"} == {"gpu-ddtree-b3", "gpu-n4"}
     assert "parity with ar: logits of 'gpu-n4' differ" in str(rows[-1].reason)
+
+
+def test_another_seed_is_another_model_whose_rows_are_not_compared(library, tmp_path):
+    made = [run(tmp_path / seed, library, "--seed", seed, "-k", "gpu-ar")[1] for seed in ("0", "1")]
+    assert made[0][0].key != made[1][0].key
+
+
+def test_a_gpu_without_cupy_has_no_roofline(library, monkeypatch):
+    """What a copy on the host takes says nothing of the memory of a GPU."""
+    device = EngineDecoder(Path("none"), library)
+    assert (slices.copy_bandwidth(device) or 0) > 0
+    monkeypatch.setattr(Library, "architectures", "90")
+    assert slices.copy_bandwidth(device) is None
 
 
 def test_without_a_gpu_or_memory_one_row_says_why(library, tmp_path, monkeypatch):
