@@ -1,6 +1,7 @@
-// Times of the bf16 attention kernel: bench_attention [heads_16|heads_64|heads_128|small_device].
+// Times of the bf16 attention kernel: bench_attention [heads_16|heads_64|heads_128|portable|small_device].
 //
 // heads_*       N rows, a root and a chain of the others, over L cached rows
+// portable      64 heads on the path of all devices
 // small_device  64 heads in the shared memory of a small device, 99 KB a block
 // TFLOP/s: 2 (512 + 64 + 512) operations a head, row and key. GB/s: the cache rows, queries and results, each once.
 // Device time a call, over caches that do not fit the L2 cache together.
@@ -19,7 +20,7 @@ namespace {
 constexpr int kLatent = 512, kWidth = 576;
 constexpr size_t kCacheBytes = size_t{192} << 20;  // of the caches that calls take in turns
 
-void measure(int heads, int shared_memory) {
+void measure(int heads, bool portable, int shared_memory = 0) {
   const std::vector<int> lengths = check::tiny() ? std::vector<int>{40} : std::vector<int>{1024, 8192, 32768, 131072};
   const std::vector<int> rows = check::tiny() ? std::vector<int>{1, 3} : std::vector<int>{1, 8, 17, 33, 65, 129};
   const int calls = check::tiny() ? 1 : 4, replays = check::tiny() ? 1 : 15;
@@ -48,8 +49,10 @@ void measure(int heads, int shared_memory) {
       a.cache.request_stride = a.cache.layer_stride = static_cast<int64_t>(capacity) * 2 * kWidth;
       a.cache.capacity = capacity;
       a.out = out.get(), a.heads = heads, a.scale = 0.07f, a.longest = length + n;
-      a.shared_memory = shared_memory;
+      a.portable = portable, a.shared_memory = shared_memory;
       a.workspace = workspace.get(), a.workspace_size = workspace.bytes();
+      if (length == lengths.front() && n == rows.front())
+        std::printf("path: %s\n", mla_attention_bf16_path(a) == AttentionPath::kWgmma ? "wgmma" : "portable");
       const double time = bench::microseconds(std::max(copies, calls), replays, [&](int i, cudaStream_t stream) {
         a.cache.base = cache.get() + entries * static_cast<size_t>(i % copies);
         CHECK_OK(mla_attention_bf16(a, stream));
@@ -65,7 +68,8 @@ void measure(int heads, int shared_memory) {
 
 }  // namespace
 
-TEST(heads_16) { measure(16, 0); }
-TEST(heads_64) { measure(64, 0); }
-TEST(heads_128) { measure(128, 0); }
-TEST(small_device) { measure(64, 101376); }
+TEST(heads_16) { measure(16, false); }
+TEST(heads_64) { measure(64, false); }
+TEST(heads_128) { measure(128, false); }
+TEST(portable) { measure(64, true); }
+TEST(small_device) { measure(64, true, 101376); }

@@ -55,9 +55,17 @@ struct MlaAttentionBf16Args {
   int longest;        // the most keys any row may have; the closer, the better the pass is cut
   int shared_memory;  // bytes that a block may take; 0: what the device allows. Changes no bit, as the next
   int blocks;         // that run at a time; 0: as many as the device has multiprocessors
+  bool portable;      // the portable path, whatever the device
   void* workspace;
   size_t workspace_size;
 };
+// Two kernels, each exact for itself; their bits differ. Which one serves depends on the device and on what a model
+// does not change.
+enum class AttentionPath : int {
+  kPortable = 0,  // mma.sync
+  kWgmma = 1      // compute capability 9.0 with 227 KB of shared memory, a scale above 0
+};
+AttentionPath mla_attention_bf16_path(const MlaAttentionBf16Args& args);
 // At most 384 MiB, unless 64 head rows need more; 0 and a message on an error. A pass takes less too, down to 64 head
 // rows' worth: the same bits from more launches.
 size_t mla_attention_bf16_workspace(int requests, int width, int heads, int longest, int blocks = 0);

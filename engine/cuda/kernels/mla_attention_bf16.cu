@@ -1,5 +1,6 @@
-// MLA attention in the absorbed form over the latent cache, bf16. attention.h says what, mla_bf16_plan.h how a pass is
-// cut, mla_bf16_block.h and mla_bf16_tile.h what a block does. mla_attention_bf16.md: what bounds it, what was tried.
+// MLA attention in the absorbed form over the latent cache, bf16, on mma.sync; where there is wgmma,
+// mla_attention_wgmma.cu serves. attention.h says what, mla_bf16_plan.h how a pass is cut, mla_bf16_block.h and
+// mla_bf16_tile.h what a block does. mla_attention_bf16.md: what bounds it, what was tried.
 //
 // A block takes 64 head rows - 64 heads of one node or, with fewer heads, all heads of several - or, where that would
 // leave multiprocessors idle, 16. It takes one chunk of keys (few rows) or one span (many), and joins the chunks of a
@@ -12,6 +13,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/mla_bf16_block.h"
+#include "kernels/mla_wgmma.h"
 
 namespace kdtree {
 namespace mla_bf16 {
@@ -341,8 +343,16 @@ size_t mla_attention_bf16_workspace(int requests, int width, int heads, int long
   Plan plan{};
   if (plan_pass(requests, width, heads, std::max(longest, 1), blocks, kMostWorkspace, &plan) != KDTREE_OK) return 0;
   // Less than 64 rows' worth would have the pass cut otherwise than is planned here.
-  return std::max(partial_bytes(plan.rows, plan.parts) * static_cast<size_t>(std::max(plan.slice, 1)),
-                  partial_bytes(kMostRows, plan.parts));
+  const size_t bytes = std::max(partial_bytes(plan.rows, plan.parts) * static_cast<size_t>(std::max(plan.slice, 1)),
+                                partial_bytes(kMostRows, plan.parts));
+  if (!mla_wgmma::available()) return bytes;
+  return std::max(bytes, mla_wgmma::workspace(requests, width, heads, std::max(longest, 1), blocks, kMostWorkspace));
+}
+
+AttentionPath mla_attention_bf16_path(const MlaAttentionBf16Args& a) {
+  constexpr int kNeeded = 227 * 1024;
+  const bool wgmma = !a.portable && a.scale > 0 && (a.shared_memory <= 0 || a.shared_memory >= kNeeded);
+  return wgmma && mla_wgmma::available() ? AttentionPath::kWgmma : AttentionPath::kPortable;
 }
 
 kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t stream) {
@@ -354,17 +364,14 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t str
   if (arguments.failed()) return arguments.status();
   if (a.heads != 16 && a.heads != 32 && a.heads != 64 && a.heads != 128)
     return fail(KDTREE_SIZE, "mla_attention_bf16: heads is %d, it must be 16, 32, 64 or 128", a.heads);
-  Plan plan{};
-  KDTREE_RETURN_IF_FAILED(
-      plan_pass(a.rows.requests, a.rows.width, a.heads, a.longest, a.blocks, a.workspace_size, &plan));
-  arguments.range("head rows", static_cast<int64_t>(a.rows.requests) * plan.groups * plan.rows, 1, INT32_MAX)
-      .range("parts", plan.parts, 1, 65535)
+  arguments
+      .range("head rows", static_cast<int64_t>(a.rows.requests) * ceil_div(int64_t{a.rows.width} * a.heads, kMostRows),
+             1, INT32_MAX / kMostRows)
       .range("row_bytes", a.cache.row_bytes, kRowBytes, kRowBytes)
       .array("cache", a.cache.base, 16)
       .array("q_latent", a.q_latent, 4)
       .array("q_rope", a.q_rope, 4)
-      .array("out", a.out, 8)
-      .workspace(a.workspace, a.workspace_size, partial_bytes(plan.rows, plan.parts));
+      .array("out", a.out, 8);
   if (arguments.failed()) return arguments.status();
   for (const int64_t stride : {a.cache.row_stride, a.cache.request_stride, a.cache.layer_stride})
     if (stride % 16 != 0)
@@ -374,6 +381,13 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t str
     if (stride % 2 != 0)
       return fail(KDTREE_ALIGNMENT, "mla_attention_bf16: a stride of the queries is %lld elements, no multiple of 2",
                   static_cast<long long>(stride));
+  if (mla_attention_bf16_path(a) == AttentionPath::kWgmma) return mla_wgmma::attention(a, stream);
+  Plan plan{};
+  KDTREE_RETURN_IF_FAILED(
+      plan_pass(a.rows.requests, a.rows.width, a.heads, a.longest, a.blocks, a.workspace_size, &plan));
+  arguments.range("parts", plan.parts, 1, 65535)
+      .workspace(a.workspace, a.workspace_size, partial_bytes(plan.rows, plan.parts));
+  if (arguments.failed()) return arguments.status();
   const size_t allowed = a.shared_memory > 0 ? static_cast<size_t>(a.shared_memory) : shared_memory_optin();
   const bool ahead = allowed >= std::max(shared_bytes<Shape<64, true>>(), shared_bytes<Shape<16, true>>());
   if (plan.rows == 16) return ahead ? launch<16, true>(a, plan, stream) : launch<16, false>(a, plan, stream);

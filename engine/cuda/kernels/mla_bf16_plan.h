@@ -68,7 +68,7 @@ inline size_t partial_bytes(int rows, int parts) {
   return static_cast<size_t>(parts) * static_cast<size_t>(rows) * (kLatent + 2) * sizeof(float);
 }
 
-__device__ inline int keys_of(const MlaAttentionBf16Args& a, int request, int node) {
+__host__ __device__ inline int keys_of(const MlaAttentionBf16Args& a, int request, int node) {
   const int last = a.rows.node_count[request];
   const int keys = a.rows.positions[static_cast<int64_t>(request) * a.rows.width + node] + 1;
   return node > last ? 0 : min(keys, a.longest);

@@ -49,6 +49,7 @@ enum class Cut { kSixteen, kChunks, kSpans };
 
 struct How {
   Cut cut = Cut::kSixteen;
+  bool portable = true;
   bool small_device = false;
   int width = 0;         // rows of the block; 0: as many as the largest tree has
   int block_size = 0;    // of a paged cache
@@ -57,15 +58,6 @@ struct How {
   int query_shift = 0;   // elements in front of the first query
   int64_t shift = 0;     // bytes between the view's base and the memory there is; a multiple of a block
 };
-
-// The i-th of all combinations of cut and device.
-How how(int i) {
-  How how;
-  how.cut = static_cast<Cut>(i % 3);
-  how.small_device = i / 3 % 2 == 1;
-  return how;
-}
-constexpr int kHows = 6;
 
 // Blocks to ask for, for so many groups of 64 head rows: one, more than there are spans, or more than there are chunks.
 int blocks_of(Cut cut, int groups, int longest) {
@@ -138,9 +130,11 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
   a.longest = std::max(capacity, 300);  // two chunks
   a.blocks = blocks_of(how.cut, requests * ((width * heads + 63) / 64), a.longest);
   a.shared_memory = how.small_device ? kSmallDevice : 0;
+  a.portable = how.portable;
+  CHECK(mla_attention_bf16_path(a) == (how.portable ? AttentionPath::kPortable : AttentionPath::kWgmma));
   size_t bytes = mla_attention_bf16_workspace(requests, width, heads, a.longest, a.blocks);
   if (how.fewer_groups > 0) {
-    const int rows_of_group = how.cut == Cut::kSixteen ? 16 : 64;
+    const int rows_of_group = how.portable && how.cut == Cut::kSixteen ? 16 : 64;
     const size_t group = bytes / static_cast<size_t>(requests * ((width * heads + rows_of_group - 1) / rows_of_group));
     CHECK(group * static_cast<size_t>(how.fewer_groups) < bytes);
     bytes = group * static_cast<size_t>(how.fewer_groups);
@@ -164,7 +158,35 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
   return results;
 }
 
-Result run(const Problem& problem, const How& how = {}) { return run({&problem}, how)[0]; }
+constexpr int kHows = 6;
+
+// One of the paths.
+struct Kernel {
+  bool portable;
+
+  How how() const {
+    How how;
+    how.portable = portable;
+    return how;
+  }
+  // The i-th of all combinations of cut and device.
+  How how(int i) const {
+    How how = this->how();
+    how.cut = static_cast<Cut>(i % 3);
+    how.small_device = portable && i / 3 % 2 == 1;
+    return how;
+  }
+  Result run(const Problem& problem) const { return ::run({&problem}, how())[0]; }
+  Result run(const Problem& problem, const How& how) const { return ::run({&problem}, how)[0]; }
+};
+
+// Those of this device.
+std::vector<Kernel> kernels() {
+  MlaAttentionBf16Args a{};
+  a.scale = 1;
+  if (mla_attention_bf16_path(a) == AttentionPath::kPortable) return {{true}};
+  return {{true}, {false}};
+}
 
 Row random_row(std::mt19937* generator, float size) {
   std::normal_distribution<float> normal;
@@ -257,120 +279,153 @@ void same(const Problem& p, const Result& a, const Result& b) {
 }  // namespace
 
 TEST(agrees_with_sums_in_double) {
-  int i = 0;
-  for (const int heads : {16, 32, 64, 128})
-    for (const int prefix : check::tiny() ? std::vector<int>{33} : std::vector<int>{0, 45, 96}) {
-      Problem p = random_problem(check::tiny() ? 3 : 6, heads, prefix, static_cast<uint32_t>(heads + prefix));
-      check_all(p, run(p, how(i++)));
-      make_chain(&p);
-      How chain = how(i++);
-      chain.chain = true;
-      check_all(p, run(p, chain));
-    }
+  for (const Kernel& kernel : kernels()) {
+    int i = 0;
+    for (const int heads : {16, 32, 64, 128})
+      for (const int prefix : check::tiny() ? std::vector<int>{33} : std::vector<int>{0, 45, 96}) {
+        Problem p = random_problem(check::tiny() ? 3 : 6, heads, prefix, static_cast<uint32_t>(heads + prefix));
+        check_all(p, kernel.run(p, kernel.how(i++)));
+        make_chain(&p);
+        How chain = kernel.how(i++);
+        chain.chain = true;
+        check_all(p, kernel.run(p, chain));
+      }
+  }
 }
 
 TEST(agrees_around_the_borders_of_tiles_chunks_and_spans) {
-  int i = 0;
-  for (const int prefix :
-       check::tiny() ? std::vector<int>{31, 255} : std::vector<int>{30, 31, 32, 254, 255, 256, 2046, 2047}) {
-    Problem p = random_problem(3, 16, prefix, static_cast<uint32_t>(prefix));
-    p.parents = {-1, 0, 0};
-    const Result result = run(p, how(i++));
-    check_all(p, result);
-    same_row(p.heads, run(alone(p, 2), how(i++)), 0, result, 2);
+  for (const Kernel& kernel : kernels()) {
+    int i = 0;
+    for (const int prefix :
+         check::tiny() ? std::vector<int>{31, 255} : std::vector<int>{30, 31, 32, 254, 255, 256, 2046, 2047}) {
+      Problem p = random_problem(3, 16, prefix, static_cast<uint32_t>(prefix));
+      p.parents = {-1, 0, 0};
+      const Result result = kernel.run(p, kernel.how(i++));
+      check_all(p, result);
+      same_row(p.heads, kernel.run(alone(p, 2), kernel.how(i++)), 0, result, 2);
+    }
   }
 }
 
 TEST(large_scores_move_the_peak) {
-  Problem p = random_problem(3, 16, check::tiny() ? 40 : 300, 3);
-  p.scale = 2;
-  const Result result = run(p);
-  check_all(p, result);
-  for (int i = 1; i < kHows; ++i) same(p, result, run(p, how(i)));
+  for (const Kernel& kernel : kernels()) {
+    Problem p = random_problem(3, 16, check::tiny() ? 40 : 300, 3);
+    p.scale = 2;
+    const Result result = kernel.run(p);
+    check_all(p, result);
+    for (int i = 1; i < kHows; ++i) same(p, result, kernel.run(p, kernel.how(i)));
+  }
 }
 
 TEST(a_node_of_a_tree_has_the_bits_of_plain_decoding) {
-  int i = 0;
-  for (const int heads : {16, 32, 64, 128})
-    for (const int prefix : check::tiny() ? std::vector<int>{30} : std::vector<int>{0, 61, 253}) {
-      const Problem p = random_problem(check::tiny() ? 5 : 11, heads, prefix, static_cast<uint32_t>(prefix));
-      const Result tree = run(p, how(i++));
-      for (int node = 0; node < p.rows(); node += heads > 32 || prefix > 100 ? 4 : 1)
-        same_row(heads, run(alone(p, node), how(i++)), 0, tree, node);
-    }
+  for (const Kernel& kernel : kernels()) {
+    int i = 0;
+    for (const int heads : {16, 32, 64, 128})
+      for (const int prefix : check::tiny() ? std::vector<int>{30} : std::vector<int>{0, 61, 253}) {
+        const Problem p = random_problem(check::tiny() ? 5 : 11, heads, prefix, static_cast<uint32_t>(prefix));
+        const Result tree = kernel.run(p, kernel.how(i++));
+        for (int node = 0; node < p.rows(); node += heads > 32 || prefix > 100 ? 4 : 1)
+          same_row(heads, kernel.run(alone(p, node), kernel.how(i++)), 0, tree, node);
+      }
+  }
 }
 
 TEST(a_chain_longer_than_a_tile_may_come_in_pieces) {
-  Problem p = random_problem(check::tiny() ? 5 : 70, 16, 3, 5);
-  make_chain(&p);
-  const Result whole = run(p, how(1));
-  How chain;
-  chain.chain = true;
-  same(p, whole, run(p, chain));
-  for (int node = 0; node < p.rows(); node += 23) same_row(p.heads, run(alone(p, node)), 0, whole, node);
+  for (const Kernel& kernel : kernels()) {
+    Problem p = random_problem(check::tiny() ? 5 : 70, 16, 3, 5);
+    make_chain(&p);
+    const Result whole = kernel.run(p, kernel.how(1));
+    How chain = kernel.how();
+    chain.chain = true;
+    same(p, whole, kernel.run(p, chain));
+    for (int node = 0; node < p.rows(); node += 23) same_row(p.heads, kernel.run(alone(p, node)), 0, whole, node);
+  }
 }
 
 TEST(neighbours_slots_width_workspace_paging_and_the_device_change_no_bit) {
-  for (const int heads : {16, 64}) {
-    const int rows = heads == 16 ? 9 : 3, prefix = check::tiny() ? 20 : heads == 16 ? 270 : 45;
-    const Problem p = random_problem(rows, heads, prefix, 1), other = random_problem(rows - 2, heads, 7, 2);
-    const Result base = run(p);
-    const auto changed = [&](auto&& change) {
-      for (const Cut cut : {Cut::kSixteen, Cut::kChunks}) {
-        How how;
-        how.cut = cut;
-        change(how);
-        same(p, base, run(p, how));
+  for (const Kernel& kernel : kernels()) {
+    for (const int heads : {16, 64}) {
+      const int rows = heads == 16 ? 9 : 3, prefix = check::tiny() ? 20 : heads == 16 ? 270 : 45;
+      const Problem p = random_problem(rows, heads, prefix, 1), other = random_problem(rows - 2, heads, 7, 2);
+      const Result base = kernel.run(p);
+      const auto changed = [&](auto&& change) {
+        for (const Cut cut : {Cut::kSixteen, Cut::kChunks}) {
+          How how = kernel.how();
+          how.cut = cut;
+          change(how);
+          same(p, base, kernel.run(p, how));
+        }
+      };
+      for (int i = 1; i < kHows; ++i) same(p, base, kernel.run(p, kernel.how(i)));
+      changed([&](How& how) { how.width = rows + 5; });
+      changed([](How& how) { how.fewer_groups = 2; });
+      changed([](How& how) { how.query_shift = 2; });  // aligned to 4 bytes, no more
+      for (const int block_size : {1, 16, 48}) changed([=](How& how) { how.block_size = block_size; });
+      for (const int i : {0, 1, 5}) {
+        const Problem nobody{heads, 5, {}, {}, {}};  // a request without rows
+        const std::vector<Result> all = run({&other, &nobody, &p}, kernel.how(i));
+        same(p, base, all[2]);
+        same(other, kernel.run(other), all[0]);
       }
-    };
-    for (int i = 1; i < kHows; ++i) same(p, base, run(p, how(i)));
-    changed([&](How& how) { how.width = rows + 5; });
-    changed([](How& how) { how.fewer_groups = 2; });
-    changed([](How& how) { how.query_shift = 2; });  // aligned to 4 bytes, no more
-    for (const int block_size : {1, 16, 48}) changed([=](How& how) { how.block_size = block_size; });
-    for (const int i : {0, 1, 5}) {
-      const Problem nobody{heads, 5, {}, {}, {}};  // a request without rows
-      const std::vector<Result> all = run({&other, &nobody, &p}, how(i));
-      same(p, base, all[2]);
-      same(other, run(other), all[0]);
-    }
 
-    // The last row, moved to other slots of another tree.
-    const Problem one = alone(p, rows - 1);
-    Problem beside = random_problem(4, heads, one.prefix, 3);
-    std::copy(one.cache.begin(), one.cache.end() - 1, beside.cache.begin());
-    for (const int slot : {0, 2}) {
-      beside.parents = {-1, -1, -1, 0};  // several roots, so that any of them is alone behind the prefix
-      beside.cache[static_cast<size_t>(one.prefix + slot)] = one.cache.back();
-      std::copy(one.queries.begin(), one.queries.end(), beside.queries.begin() + slot * heads);
-      for (const int i : {0, 1}) same_row(heads, run(beside, how(i)), slot, base, rows - 1);
+      // The last row, moved to other slots of another tree.
+      const Problem one = alone(p, rows - 1);
+      Problem beside = random_problem(4, heads, one.prefix, 3);
+      std::copy(one.cache.begin(), one.cache.end() - 1, beside.cache.begin());
+      for (const int slot : {0, 2}) {
+        beside.parents = {-1, -1, -1, 0};  // several roots, so that any of them is alone behind the prefix
+        beside.cache[static_cast<size_t>(one.prefix + slot)] = one.cache.back();
+        std::copy(one.queries.begin(), one.queries.end(), beside.queries.begin() + slot * heads);
+        for (const int i : {0, 1}) same_row(heads, kernel.run(beside, kernel.how(i)), slot, base, rows - 1);
+      }
     }
   }
 }
 
 TEST(spans_are_joined_as_chunks_are) {
-  const Problem p = random_problem(1, 16, check::tiny() ? 600 : 4700, 4);
-  const Result result = run(p);
-  check_all(p, result);
-  for (const int i : {1, 2, 5}) same(p, result, run(p, how(i)));
+  for (const Kernel& kernel : kernels()) {
+    const Problem p = random_problem(1, 16, check::tiny() ? 600 : 4700, 4);
+    const Result result = kernel.run(p);
+    check_all(p, result);
+    for (const int i : {1, 2, 5}) same(p, result, kernel.run(p, kernel.how(i)));
+  }
+}
+
+TEST(long_prefixes_are_joined_alike_however_they_are_cut) {
+#ifdef KDTREE_HOST
+  const std::vector<int> prefixes = {530};
+#else
+  const std::vector<int> prefixes = {530, 3000, 9100, 34000};
+#endif
+  for (const Kernel& kernel : kernels())
+    for (const int prefix : check::tiny() ? std::vector<int>{150} : prefixes)
+      for (const int heads : prefix > 1000 ? std::vector<int>{16, 64} : std::vector<int>{32}) {
+        const Problem p = random_problem(3, heads, prefix, static_cast<uint32_t>(prefix));
+        const Result result = kernel.run(p, kernel.how(2));
+        for (int node = 0; node < p.rows(); ++node) check_row(p, result, node, 5 * node + 1);
+        for (const int i : {0, 1}) same(p, result, kernel.run(p, kernel.how(i)));
+        for (const int i : {0, 2}) same_row(heads, kernel.run(alone(p, 2), kernel.how(i)), 0, result, 2);
+      }
 }
 
 TEST(a_row_that_is_not_seen_has_no_influence_and_one_that_is_seen_spreads) {
-  for (const int heads : {16, 32, 64}) {
-    const Problem p = random_problem(5, heads, 30, 9);
-    const Result clean = run(p);
-    for (int bad = 0; bad < p.rows(); bad += heads == 16 ? 1 : 3) {
-      Problem poisoned = p;
-      std::fill_n(poisoned.cache[static_cast<size_t>(p.prefix + bad)].begin(), kWidth, kNan);
-      for (const int i : {0, 1, 3 + bad % 3}) {
-        const Result result = run(poisoned, how(i));
-        for (int row = 0; row < p.rows(); ++row) {
-          const std::vector<int32_t> path = p.path(row);
-          if (std::find(path.begin(), path.end(), bad) == path.end()) {
-            same_row(heads, clean, row, result, row);
-          } else {
-            for (size_t c = 0; c < static_cast<size_t>(heads) * kLatent; ++c)
-              CHECK(std::isnan(value(result.out[static_cast<size_t>(row * heads) * kLatent + c])));
+  for (const Kernel& kernel : kernels()) {
+    for (const int heads : {16, 32, 64}) {
+      const Problem p = random_problem(5, heads, 30, 9);
+      const Result clean = kernel.run(p);
+      for (int bad = 0; bad < p.rows(); bad += heads == 16 ? 1 : 3) {
+        Problem poisoned = p;
+        std::fill_n(poisoned.cache[static_cast<size_t>(p.prefix + bad)].begin(), kWidth, kNan);
+        for (const int i : {0, 1, 3 + bad % 3}) {
+          const Result result = kernel.run(poisoned, kernel.how(i));
+          for (int row = 0; row < p.rows(); ++row) {
+            const std::vector<int32_t> path = p.path(row);
+            if (std::find(path.begin(), path.end(), bad) == path.end()) {
+              same_row(heads, clean, row, result, row);
+            } else {
+              for (size_t c = 0; c < static_cast<size_t>(heads) * kLatent; ++c)
+                CHECK(std::isnan(value(result.out[static_cast<size_t>(row * heads) * kLatent + c])));
+            }
           }
         }
       }
@@ -379,14 +434,16 @@ TEST(a_row_that_is_not_seen_has_no_influence_and_one_that_is_seen_spreads) {
 }
 
 TEST(rows_lie_beyond_two_and_four_gigabytes) {
-  const Problem p = random_problem(2, 16, 35, 6);
-  const Result base = run(p);
-  for (const int64_t gigabytes : {2, 4, 9}) {
-    How far;
-    far.shift = (gigabytes << 30) / (16 * 2 * kWidth) * (16 * 2 * kWidth) + 16 * 2 * kWidth;
-    same(p, base, run(p, far));
-    far.block_size = 16;
-    same(p, base, run(p, far));
+  for (const Kernel& kernel : kernels()) {
+    const Problem p = random_problem(2, 16, 35, 6);
+    const Result base = kernel.run(p);
+    for (const int64_t gigabytes : {2, 4, 9}) {
+      How far = kernel.how();
+      far.shift = (gigabytes << 30) / (16 * 2 * kWidth) * (16 * 2 * kWidth) + 16 * 2 * kWidth;
+      same(p, base, kernel.run(p, far));
+      far.block_size = 16;
+      same(p, base, kernel.run(p, far));
+    }
   }
 }
 

@@ -1,0 +1,357 @@
+// MLA attention in the absorbed form over the latent cache, bf16, for devices with wgmma. attention.h says what,
+// mla_wgmma_plan.h how a pass is cut, mla_wgmma_block.h what a block does, mla_attention_bf16.md what was measured.
+
+#include "kernels/mla_wgmma.h"
+
+#ifdef KDTREE_HOST
+
+namespace kdtree::mla_wgmma {
+
+bool available() { return false; }
+size_t workspace(int, int, int, int, int, size_t) { return 0; }
+kdtree_status attention(const MlaAttentionBf16Args&, cudaStream_t) {
+  return fail(KDTREE_UNSUPPORTED, "mla_attention_bf16: there is no wgmma on the CPU");
+}
+
+}  // namespace kdtree::mla_wgmma
+
+#else
+
+#include <algorithm>
+
+#include "common/per_kernel.h"
+#include "kernels/mla_wgmma_block.h"
+
+namespace kdtree::mla_wgmma {
+namespace {
+
+// Grid: groups of the slice, items of a group.
+__global__ void __launch_bounds__(kThreads, 1)
+    mla_wgmma_kernel(const MlaAttentionBf16Args a, const Plan plan, const __grid_constant__ CUtensorMap map) {
+#ifdef KDTREE_HAS_WGMMA
+  KDTREE_DYNAMIC_SHARED(raw);
+  const Item item(a, plan, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
+  if (item.pairs() == 0) {
+    if (!item.all) return;  // which lets the next kernel start, too
+    for (int local = static_cast<int>(threadIdx.x) / kWarp; local < kRows; local += kThreads / kWarp) {
+      const int64_t to = static_cast<int64_t>(item.request) * a.rows.width * a.heads + item.first_row + local;
+      for (int i = static_cast<int>(threadIdx.x) % kWarp; i < kLatent / 4; i += kWarp)
+        reinterpret_cast<uint2*>(a.out + to * kLatent)[i] = make_uint2(0, 0);
+      if (a.lse != nullptr && threadIdx.x % kWarp == 0) a.lse[to] = -INFINITY;
+    }
+    return;
+  }
+  unsigned char* const aligned = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  Block block;
+  block.query = shared_address(aligned);
+  block.tiles = block.query + kTileBytes;
+  block.shared = reinterpret_cast<Shared*>(aligned + 3 * kTileBytes);
+  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    prefetch_map(&map);
+    KDTREE_UNROLL
+    for (int which = 0; which < 2; ++which) {
+      KDTREE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        barrier_init(block.full(which, half), 1);
+        barrier_init(block.empty(which, half), which == 1 && half == 1 ? 8 : 4);  // warps that look at it last
+      }
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);  // the same, as the compiler sees
+  if (group == 2) {
+    give_registers<40>();
+    Copier{a, plan, item, block, &map}.run();
+  } else if (group == 1) {
+    take_registers<232>();
+    copy_query(a, item, block);
+    Multiplier<1>(a, plan, item, block).run();
+  } else {
+    take_registers<232>();
+    copy_query(a, item, block);
+    Multiplier<0>(a, plan, item, block).run();
+  }
+#endif
+}
+
+constexpr int kJoinWarps = 2;
+
+// Two rows of a node, 8 apart, and two columns in each of some pieces.
+template <int kPieces>
+struct Joined {
+  float4 values[kPieces];
+  float4 state;   // peak and total of tiles 0 of either row
+  float2 others;  // totals of tiles 1
+
+  __device__ void set_joined(const Joined& left, const Joined& right_node) {
+    const Joined right = right_node;
+    const Join first(left.state.x, right.state.x), second(left.state.z, right.state.z);
+    KDTREE_UNROLL
+    for (int i = 0; i < kPieces; ++i)
+      values[i] = {first(left.values[i].x, right.values[i].x), first(left.values[i].y, right.values[i].y),
+                   second(left.values[i].z, right.values[i].z), second(left.values[i].w, right.values[i].w)};
+    state = {first.peak, first(left.state.y, right.state.y), second.peak, second(left.state.w, right.state.w)};
+    others = {first(left.others.x, right.others.x), second(left.others.y, right.others.y)};
+  }
+};
+
+struct Listed {
+  int place;  // in the workspace
+  int begin, keys;
+};
+
+// Grid: groups of the slice; halves, warps and pieces of a node. Joins the nodes of a group's rows as one block would
+// have joined their leaves. A warp takes kPieces pieces: one, so that there are many warps, or four, so that the states
+// are read less often.
+template <int kPieces>
+__global__ void __launch_bounds__(kJoinWarps* kWarp)
+    mla_wgmma_join_kernel(const MlaAttentionBf16Args a, const Plan plan) {
+#ifdef KDTREE_HAS_WGMMA
+  KDTREE_DYNAMIC_SHARED(raw);
+  __shared__ int total;
+  constexpr int kAtOnce = kPieces == 1 ? 8 : 3;  // nodes that are on their way from memory together
+  using Joined = Joined<kPieces>;
+  Joined* const stack = reinterpret_cast<Joined*>(raw) + threadIdx.x;
+  Listed* const nodes = reinterpret_cast<Listed*>(stack - threadIdx.x + plan.levels() * kJoinWarps * kWarp);
+  const int local = static_cast<int>(blockIdx.x), group = plan.first + local, request = group / plan.groups;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int place = static_cast<int>(blockIdx.y) * kJoinWarps + static_cast<int>(threadIdx.x) / kWarp;
+  constexpr int kRuns = 32 / kPieces;
+  const int half = place / (4 * kRuns), warp = place / kRuns % 4, piece = place % kRuns * kPieces;
+  const int row = group % plan.groups * kRows + warp * 16 + lane / 4, node = row / a.heads;
+  if (node >= a.rows.width) return;  // of the last group
+  const int keys = mla_bf16::keys_of(a, request, node), end = leaves_end(keys);
+  const int shared_end = plan.tails == 0 ? end : leaf_floor(min(a.rows.prefix_lengths[request], a.longest));
+
+  const int length = plan.length(a, request);
+
+  // The first warp lists the nodes, an item a lane.
+  int count = 0;
+  if (threadIdx.x < kWarp) {
+    const int items = end == 0 ? 0 : plan.parts + (plan.tails > 0 ? 1 : 0);
+    for (int base = 0; base < items; base += kWarp) {
+      const int item = base + lane;
+      const bool tail = item == plan.parts;
+      int begin = 0, stop = 0;
+      if (item < items) {
+        begin = tail ? shared_end : plan.part_begin(item, length);
+        stop = tail ? end : min(plan.part_begin(item + 1, length), shared_end);
+      }
+      int own = 0;
+      for (int at = begin; at < stop; at += node_keys(at, stop)) ++own;
+      int before = own;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int below = __shfl_up_sync(kAllLanes, before, static_cast<unsigned>(step));
+        if (lane >= step) before += below;
+      }
+      const int all = __shfl_sync(kAllLanes, before, kWarp - 1);
+      int to = count + before - own;
+      const int number = local * plan.items() + (tail ? plan.parts + node % max(plan.tails, 1) : item);
+      for (int at = begin, slot = 0; at < stop; ++slot) {
+        const int size = node_keys(at, stop);
+        nodes[to++] = {number * plan.slots + slot, at, size};
+        at += size;
+      }
+      count += all;
+    }
+    if (threadIdx.x == 0) total = count;
+  }
+  __syncthreads();
+  count = total;
+  hopper::await_kernel_before();
+
+  const float4* const vectors = static_cast<const float4*>(a.workspace) + warp * kWarp + lane;
+  int depth = 0;
+  Joined current{};
+  current.state = {-INFINITY, 0, -INFINITY, 0};
+  for (int base = 0; base < count; base += kAtOnce) {
+    Joined next[kAtOnce];
+    KDTREE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float4* const from = vectors + nodes[min(base + i, count - 1)].place * kNodeVectors;
+      KDTREE_UNROLL
+      for (int j = 0; j < kPieces; ++j) next[i].values[j] = from[node_vector(half, piece + j, 0)];
+      next[i].state = from[node_vector(0, 32, 0)];
+      const float4 other = from[node_vector(1, 32, 0)];
+      next[i].others = make_float2(other.y, other.w);
+    }
+    KDTREE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i >= count) break;
+      if (base + i > 0) stack[depth++ * kJoinWarps * kWarp] = current;
+      current = next[i];
+      int begin = nodes[base + i].begin, size = nodes[base + i].keys;
+      while (is_right(begin, size)) {
+        current.set_joined(stack[--depth * kJoinWarps * kWarp], current);
+        begin -= size;
+        size *= 2;
+      }
+    }
+  }
+  while (depth > 0) current.set_joined(stack[--depth * kJoinWarps * kWarp], current);
+
+  const float peaks[2] = {current.state.x, current.state.z};
+  const float totals[2] = {current.state.y + current.others.x, current.state.w + current.others.y};
+  KDTREE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int64_t to = static_cast<int64_t>(request) * a.rows.width * a.heads + row + 8 * i;
+    const float factor = totals[i] == 0 ? 0.0f : 1.0f / totals[i];
+    if (half == 0 && piece == 0 && lane % 4 == 0 && a.lse != nullptr)
+      a.lse[to] = totals[i] == 0 ? -INFINITY : (peaks[i] + log2f(totals[i])) * 0.6931471805599453f;
+    KDTREE_UNROLL
+    for (int j = 0; j < kPieces; ++j) {
+      const float4 sums = current.values[j];
+      *reinterpret_cast<uint32_t*>(a.out + to * kLatent + half * 256 + (piece + j) * 8 + lane % 4 * 2) =
+          mla_bf16::narrow_pair((i == 0 ? sums.x : sums.z) * factor, (i == 0 ? sums.y : sums.w) * factor);
+    }
+  }
+#endif
+}
+
+constexpr unsigned kManyGroups = 8;  // from so many on the states of nodes are read less often
+constexpr int kMostParts = 256;
+constexpr int kItemKeys = 160;  // that an item's start and end take the time of
+
+kdtree_status multiprocessors(int* count) {
+  int device = 0;
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaGetDevice(&device), "cudaGetDevice"));
+  return check_cuda(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+}
+
+// blocks: that run at a time; 0: as many as the current device has multiprocessors.
+kdtree_status plan_pass(int64_t requests, int width, int heads, int longest, int blocks, size_t workspace, Plan* pass) {
+  if (blocks <= 0) KDTREE_RETURN_IF_FAILED(multiprocessors(&blocks));
+  Plan plan{};
+  plan.groups = static_cast<int>(ceil_div(static_cast<int64_t>(width) * heads, kRows));
+  plan.tails = heads < kRows ? kRows / heads : 0;
+  plan.longest = longest;
+  const int64_t groups = requests * plan.groups;
+  const int leaves = leaf_of(longest - 1) + 1, last = leaf_floor(longest - 1);
+  const int largest = std::max(longest - last, last > 0 ? leaf_keys(last - 1) : 0);
+  int64_t least = INT64_MAX;
+  for (int parts = 1; parts <= std::min(leaves, kMostParts); ++parts) {
+    const int64_t rounds = ceil_div(groups * (parts + plan.tails), blocks);
+    const int64_t keys = ceil_div(longest + int64_t{kLeafKeys} * leaves, parts);
+    const int64_t cost = rounds * (std::max<int64_t>(largest + kLeafKeys, keys) + kItemKeys);
+    if (cost < least) least = cost, plan.parts = parts;
+  }
+  for (;; plan.parts = (plan.parts + 1) / 2) {
+    plan.slots = plan.most_nodes(width);
+    if (group_bytes(plan) <= workspace || plan.parts == 1) break;
+  }
+  plan.slice = static_cast<int>(std::min<int64_t>(groups, static_cast<int64_t>(workspace / group_bytes(plan))));
+  if (plan.slice > 0) plan.slice = static_cast<int>(ceil_div(groups, ceil_div(groups, plan.slice)));
+  *pass = plan;
+  return KDTREE_OK;
+}
+
+// The cache as the copy engine sees it: [requests or 1, rows, 576].
+kdtree_status map_cache(const MlaAttentionBf16Args& a, Plan* plan, CUtensorMap* map) {
+  plan->boxes = 1;
+  const kdtree_cache_view& cache = a.cache;
+  if (cache.block_size > 0) {
+    const int rows = std::min(cache.block_size & -cache.block_size, kTile);
+    plan->boxes = rows < 8 ? 0 : kTile / rows;
+  }
+  if (plan->boxes == 0) return KDTREE_OK;
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    (void)cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<Encode>(entry);
+  }();
+  if (encode == nullptr)
+    return fail(KDTREE_UNSUPPORTED, "mla_attention_bf16: the driver has no cuTensorMapEncodeTiled");
+  const bool paged = cache.block_size > 0;
+  const int requests = paged ? 1 : a.rows.requests;
+  const cuuint64_t sizes[3] = {kRowBytes / 2, paged ? cuuint64_t{1} << 31 : static_cast<cuuint64_t>(cache.capacity),
+                               static_cast<cuuint64_t>(requests)};
+  const cuuint64_t strides[2] = {
+      static_cast<cuuint64_t>(cache.row_stride),
+      requests > 1 ? static_cast<cuuint64_t>(cache.request_stride) : static_cast<cuuint64_t>(cache.row_stride)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(kTile / plan->boxes), 1}, steps[3] = {1, 1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, static_cast<char*>(cache.base) + a.layer * cache.layer_stride,
+             sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    return fail(KDTREE_CUDA,
+                "mla_attention_bf16: cuTensorMapEncodeTiled gives %d for a cache of %d rows, %lld bytes apart",
+                static_cast<int>(result), cache.capacity, static_cast<long long>(cache.row_stride));
+  return KDTREE_OK;
+}
+
+template <int kPieces>
+kdtree_status join_nodes(const MlaAttentionBf16Args& a, const Plan& plan, unsigned groups, cudaStream_t stream) {
+  const auto kernel = mla_wgmma_join_kernel<kPieces>;
+  const size_t bytes = static_cast<size_t>(plan.levels()) * kJoinWarps * kWarp * sizeof(Joined<kPieces>) +
+                       static_cast<size_t>(plan.items() * plan.slots) * sizeof(Listed);
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(kernel), "mla_attention_bf16", bytes, 128));
+  cudaLaunchAttribute early{};  // its blocks start when all of the kernel before run, and wait for their end
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(groups, 256 / kPieces / kJoinWarps), config.blockDim = dim3(kJoinWarps * kWarp);
+  config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  KDTREE_RETURN_IF_FAILED(check_cuda(cudaLaunchKernelEx(&config, kernel, a, plan), "mla_wgmma_join_kernel"));
+  return check_launch("mla_wgmma_join_kernel");
+}
+
+}  // namespace
+
+bool available() {
+  static PerKernel<bool> known;
+  const void* const kernel = reinterpret_cast<const void*>(mla_wgmma_kernel);
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  bool result = false;
+  if (known.find(kernel, device, &result)) return result;
+  int major = 0, minor = 0, shared = 0;
+  cudaFuncAttributes attributes{};
+  result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
+           major == 9 && minor == 0 && shared >= 227 * 1024 &&
+           cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
+           attributes.numRegs > 64;  // compiled without wgmma the kernel is empty
+  (void)cudaGetLastError();
+  known.set(kernel, device, result);
+  return result;
+}
+
+size_t workspace(int requests, int width, int heads, int longest, int blocks, size_t most) {
+  Plan plan{};
+  if (plan_pass(requests, width, heads, longest, blocks, most, &plan) != KDTREE_OK) return 0;
+  return group_bytes(plan) * static_cast<size_t>(std::max(plan.slice, 1));
+}
+
+kdtree_status attention(const MlaAttentionBf16Args& a, cudaStream_t stream) {
+  Plan plan{};
+  CUtensorMap map{};
+  KDTREE_RETURN_IF_FAILED(
+      plan_pass(a.rows.requests, a.rows.width, a.heads, a.longest, a.blocks, a.workspace_size, &plan));
+  if (Arguments arguments("mla_attention_bf16");
+      arguments.workspace(a.workspace, a.workspace_size, group_bytes(plan)).failed())
+    return arguments.status();
+  KDTREE_RETURN_IF_FAILED(map_cache(a, &plan, &map));
+  KDTREE_RETURN_IF_FAILED(
+      allow_shared_memory(reinterpret_cast<const void*>(mla_wgmma_kernel), "mla_attention_bf16", kSharedBytes));
+  const int groups = a.rows.requests * plan.groups;
+  for (; plan.first < groups; plan.first += plan.slice) {
+    const unsigned now = static_cast<unsigned>(std::min(plan.slice, groups - plan.first));
+    mla_wgmma_kernel<<<dim3(now, static_cast<unsigned>(plan.items())), kThreads, kSharedBytes, stream>>>(a, plan, map);
+    KDTREE_RETURN_IF_FAILED(check_launch("mla_wgmma_kernel"));
+    if (plan.items() == 1) continue;
+    KDTREE_RETURN_IF_FAILED(now < kManyGroups ? join_nodes<1>(a, plan, now, stream)
+                                              : join_nodes<4>(a, plan, now, stream));
+  }
+  return KDTREE_OK;
+}
+
+}  // namespace kdtree::mla_wgmma
+
+#endif

@@ -1,0 +1,475 @@
+// A block of the attention on wgmma: two warpgroups that multiply and one that copies.
+//
+// Queries [64, 576] and two tiles of keys [64, 576] lie in shared memory in pieces of 64 columns. Warpgroup 0 makes the
+// scores and weights of tile 0 of a pair, warpgroup 1 those of tile 1; then both add the weighted values of tile 0 and
+// those of tile 1, 0 for the first 256 columns and 1 for the others. While one makes weights, the other has products
+// for the tensor cores. The weights of a tile take the place of its rope keys, which its scores were the last to need.
+//
+// A row's peak moves tile by tile, and its sums add up tile by tile: the bits are those of one warpgroup that takes all
+// tiles in order, except that the weights of even and of odd tiles are totalled apart.
+#pragma once
+
+#include "common/hopper.h"
+#include "kernels/mla_bf16_tile.h"
+#include "kernels/mla_wgmma_plan.h"
+
+namespace kdtree::mla_wgmma {
+
+constexpr int kThreads = 3 * 128;
+constexpr int kPieces = (kLatent + kRope) / 64, kPieceBytes = kTile * 128;
+constexpr int kFirstPieces = 4;  // of a tile, those of the columns of warpgroup 0
+constexpr int kTileBytes = kPieces * kPieceBytes;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kFewGroups = 2;   // of a request, for which keys are fetched ahead
+constexpr int kPrefetched = 4;  // pairs of tiles
+constexpr int kMoves = 8;  // a peak follows a score that is 2^8 times as heavy; weights up to that cost no precision
+
+struct Shared {
+  uint64_t full[2][2];  // [tile][half of its columns], with the rope keys in the second
+  uint64_t empty[2][2];
+  float peaks[2][kRows];   // after tile 0, after tile 1
+  float totals[2][kRows];  // of the tiles 0, of the tiles 1
+};
+constexpr size_t kSharedBytes = 1024 + 3 * kTileBytes + sizeof(Shared);
+static_assert(kSharedBytes <= 232448);
+
+// How the sums of two neighbouring nodes become one.
+struct Join {
+  float peak, left, right;  // the factors of the two
+
+  __device__ Join(float left_peak, float right_peak)
+      : peak(fmaxf(left_peak, right_peak)),
+        left(mla_bf16::rescale(left_peak, peak)),
+        right(mla_bf16::rescale(right_peak, peak)) {}
+  // The product that waits for memory is the inner one: the other way round, the compiler makes all others early, and
+  // they do not fit the registers.
+  __device__ float operator()(float a, float b) const { return fmaf(b, right, a * left); }
+};
+
+#ifdef KDTREE_HAS_WGMMA
+
+using namespace hopper;
+using mla_bf16::narrow_pair;
+using mla_bf16::power2;
+
+enum Meeting { kFirstWeights = 1, kSecondWeights = 2, kCopied = 3, kTotals = 4, kScores = 5, kQueries = 6 };
+
+struct Block {
+  uint32_t query, tiles;  // addresses in shared memory
+  Shared* shared;
+
+  __device__ uint32_t tile(int which) const { return tiles + static_cast<uint32_t>(which) * kTileBytes; }
+  __device__ uint32_t weights(int which) const { return tile(which) + (kPieces - 1) * kPieceBytes; }
+  __device__ uint32_t full(int which, int half) const { return shared_address(&shared->full[which][half]); }
+  __device__ uint32_t empty(int which, int half) const { return shared_address(&shared->empty[which][half]); }
+};
+
+// The warpgroups that multiply: the item's queries to shared memory, zeros for rows that are not used.
+__device__ inline void copy_query(const MlaAttentionBf16Args& a, const Item& item, const Block& block) {
+  const int64_t strides = a.q_latent_stride | a.q_latent_head | a.q_rope_stride | a.q_rope_head;
+  const uintptr_t starts = reinterpret_cast<uintptr_t>(a.q_latent) | reinterpret_cast<uintptr_t>(a.q_rope);
+  const bool whole = strides % 8 == 0 && starts % 16 == 0;
+  const int head_bits = 31 - __clz(a.heads);
+  KDTREE_UNROLL_BY(1)
+  for (int i = 0; i < 2; ++i) {
+    const int local = static_cast<int>(threadIdx.x) / 8 + 32 * i, chunk = static_cast<int>(threadIdx.x) % 8;
+    const bool used = local >= item.row_begin && local < item.row_end;
+    const int64_t row = static_cast<int64_t>(item.request) * a.rows.width + ((item.first_row + local) >> head_bits);
+    const int head = (item.first_row + local) & (a.heads - 1);
+    const uint16_t* const latent = used ? a.q_latent + row * a.q_latent_stride + head * a.q_latent_head : a.q_latent;
+    const uint16_t* const rope = used ? a.q_rope + row * a.q_rope_stride + head * a.q_rope_head : a.q_rope;
+    const uint32_t to = block.query + piece_offset(local, chunk);
+    KDTREE_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint16_t* const from = (piece < kLatent / 64 ? latent + piece * 64 : rope) + chunk * 8;
+      const uint32_t at = to + static_cast<uint32_t>(piece * kPieceBytes);
+      if (whole) {
+        copy_async_16(at, from, used);
+      } else {
+        const uint32_t* const words = reinterpret_cast<const uint32_t*>(from);
+        KDTREE_UNROLL
+        for (int word = 0; word < 4; ++word)
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + static_cast<uint32_t>(4 * word)),
+                       "r"(used ? words[word] : 0u)
+                       : "memory");
+      }
+    }
+  }
+  commit_copies();
+  wait_copies<0>();
+  publish_stores();
+  meet(kQueries, 256);
+}
+
+// The warpgroup that copies keys. Tiles of the prefix come in boxes; the others row by row, all of a pair at once.
+struct Copier {
+  const MlaAttentionBf16Args& a;
+  const Plan& plan;
+  const Item& item;
+  const Block& block;
+  const CUtensorMap* map;
+
+  __device__ static int thread() { return static_cast<int>(threadIdx.x) % 128; }
+  __device__ static int pieces(int half) { return half == 0 ? kFirstPieces : kPieces - kFirstPieces; }
+
+  __device__ bool in_boxes(int key) const { return plan.boxes > 0 && key + kTile <= min(item.prefix, item.end); }
+
+  __device__ void copy_boxes(int pair, int key, int which) const {
+    KDTREE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int count = pieces(half), boxes = plan.boxes, rows = kTile / boxes;
+      const uint32_t full = block.full(which, half);
+      if (thread() >= kWarp) continue;
+      barrier_wait(block.empty(which, half), pair + 1);
+      if (thread() == 0) barrier_arrive_with(full, static_cast<uint32_t>(count * kPieceBytes));
+      __syncwarp();
+      KDTREE_UNROLL_BY(1)
+      for (int i = thread(); i < count * boxes; i += kWarp) {
+        const int piece = half * kFirstPieces + i % count, first = i / count * rows;
+        copy_box(block.tile(which) + static_cast<uint32_t>(piece * kPieceBytes + first * 128), map, piece * 64,
+                 box_row(key + first), box_request(), full);
+      }
+    }
+  }
+
+  __device__ int box_row(int key) const { return a.cache.block_size > 0 ? item.cache_row(a, key) : key; }
+  __device__ int box_request() const { return a.cache.block_size > 0 ? 0 : item.request; }
+
+  // To the L2 cache, by a warp.
+  __device__ void prefetch(int pair) const {
+    const int rows = kTile / plan.boxes, key = item.begin + pair * kPair;
+    KDTREE_UNROLL_BY(1)
+    for (int i = thread(); i < 2 * kPieces * plan.boxes; i += kWarp)
+      prefetch_box(map, i % kPieces * 64, box_row(key + i / kPieces * rows), box_request());
+  }
+
+  __device__ void copy_rows(int pair, int key, int which) const {
+    const char* const base = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride +
+                             (a.cache.block_size == 0 ? item.request * a.cache.request_stride : 0);
+    const int chunk = thread() % 8;
+    barrier_wait(block.empty(which, 0), pair + 1);
+    barrier_wait(block.empty(which, 1), pair + 1);
+    KDTREE_UNROLL_BY(1)
+    for (int i = 0; i < 4; ++i) {
+      const int local = i * 16 + thread() / 8, row = item.cache_row(a, key + local);
+      const char* const from = base + max(row, 0) * a.cache.row_stride + chunk * 16;
+      const uint32_t to = block.tile(which) + piece_offset(local, chunk);
+      KDTREE_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece)
+        copy_async_16(to + static_cast<uint32_t>(piece * kPieceBytes), from + piece * 128, row >= 0);
+    }
+    commit_copies();
+  }
+
+  __device__ void announce_rows(int which) const {
+    publish_stores();
+    meet(kCopied, 128);
+    if (thread() == 0) {
+      barrier_arrive(block.full(which, 0));
+      barrier_arrive(block.full(which, 1));
+    }
+  }
+
+  __device__ void run() const {
+    const int pairs = item.pairs();
+    const int boxed = item.boxed(plan);
+    if (thread() < kWarp) {
+      // Few groups leave the cache to be read from memory by few blocks: each asks for more than it has room for.
+      const bool few = plan.groups <= kFewGroups;
+      int fetched = 0;
+      KDTREE_UNROLL_BY(1)
+      for (int pair = 0; pair < boxed; ++pair) {
+        copy_boxes(pair, item.begin + pair * kPair, 0);
+        copy_boxes(pair, item.begin + pair * kPair + kTile, 1);
+        while (few && fetched < min(pair + kPrefetched, boxed - 1)) prefetch(++fetched);
+      }
+    }
+    meet(kCopied, 128);
+    KDTREE_UNROLL_BY(1)
+    for (int pair = boxed; pair < pairs; ++pair) {
+      const int key = item.begin + pair * kPair;
+      const bool first = in_boxes(key);
+      first ? copy_boxes(pair, key, 0) : copy_rows(pair, key, 0);
+      copy_rows(pair, key + kTile, 1);
+      if (!first) {
+        wait_copies<1>();
+        announce_rows(0);
+      }
+      wait_copies<0>();
+      announce_rows(1);
+    }
+  }
+};
+
+// The same, but the compiler does not know: it would keep all that it once made of it, and the sums need the registers.
+__device__ inline uint32_t again(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// A warpgroup that multiplies. Rows of a thread: `row` and 8 below.
+template <int kOwn>
+struct Multiplier {
+  const MlaAttentionBf16Args& a;
+  const Plan& plan;
+  const Item& item;
+  const Block block;
+
+  float peaks[2], totals[2];
+  float scores[32];
+  float sums[128];
+  uint32_t weights[16];
+
+  __device__ Multiplier(const MlaAttentionBf16Args& args, const Plan& cut, const Item& of, const Block& in)
+      : a(args), plan(cut), item(of), block(in) {}
+
+  __device__ static int thread() { return static_cast<int>(again(threadIdx.x) % 128); }
+  __device__ static int row() { return thread() / kWarp * 16 + thread() % kWarp / 4; }
+  __device__ static int column() { return thread() % 4 * 2; }  // the first of two in each 8
+
+  // A node of the item in the workspace, at the place of this thread.
+  __device__ float4* node(int slot) const {
+    return static_cast<float4*>(a.workspace) + (static_cast<int64_t>(item.number) * plan.slots + slot) * kNodeVectors +
+           node_vector(kOwn, 0, thread());
+  }
+
+  __device__ static bool first_of_warp() { return threadIdx.x % kWarp == 0; }
+
+  __device__ void multiply_keys(int pair) {
+    const Operand queries = inner_operand(again(block.query)), keys = inner_operand(again(block.tile(kOwn)));
+    barrier_wait(block.full(kOwn, 0), pair);
+    begin_products();
+    KDTREE_UNROLL_BY(1)
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece == kFirstPieces) barrier_wait(block.full(kOwn, 1), pair);
+      KDTREE_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t at = static_cast<uint32_t>(piece * kPieceBytes + k * 32);
+        multiply_64(scores, queries + at, keys + at, piece > 0 || k > 0);
+      }
+    }
+    commit_products();
+  }
+
+  // The weights of tile `which` come from shared memory, those of the own tile from registers.
+  __device__ void multiply_values(int which, bool add) {
+    const uint32_t tile = again(block.tile(which));
+    const Operand values = outer_operand(tile + kOwn * kFirstPieces * kPieceBytes, kPieceBytes);
+    const Operand other = inner_operand(tile + (kPieces - 1) * kPieceBytes);
+    begin_products();
+    KDTREE_UNROLL
+    for (uint32_t k = 0; k < 4; ++k) {
+      if (which == kOwn)
+        multiply_256(sums, weights + 4 * k, values + k * 16 * kPieceRow, add || k > 0);
+      else
+        multiply_256(sums, other + k * 32, values + k * 16 * kPieceRow, add || k > 0);
+    }
+    commit_products();
+  }
+
+  // Peaks after a tile that the other warpgroup has weighed.
+  __device__ void follow(float (&factors)[2]) {
+    const float* const after = block.shared->peaks[1 - kOwn] + row();
+    KDTREE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float now = after[8 * i];
+      factors[i] = now == peaks[i] ? 1.0f : power2(peaks[i] - now);
+      peaks[i] = now;
+      totals[i] *= factors[i];
+    }
+  }
+
+  __device__ void rescale(const float (&factors)[2]) {
+    if (__any_sync(kAllLanes, factors[0] != 1.0f || factors[1] != 1.0f)) {
+      KDTREE_UNROLL
+      for (int i = 0; i < 128; ++i) sums[i] *= factors[i / 2 % 2];
+    }
+  }
+
+  // The largest score of each row to base 2; keys behind the end count for nothing.
+  __device__ void find_largest(int key, float (&largest)[2]) {
+    if (key + kTile > item.end) {
+      const int seen = item.end - key - column();
+      KDTREE_UNROLL
+      for (int i = 0; i < 32; ++i)
+        if (i / 4 * 8 + i % 2 >= seen) scores[i] = -INFINITY;
+    }
+    float most[8];  // four chains for each row, so that one need not wait for itself
+    KDTREE_UNROLL
+    for (int i = 0; i < 32; ++i) most[i % 8] = i < 8 ? scores[i] : fmaxf(most[i % 8], scores[i]);
+    KDTREE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float all = fmaxf(fmaxf(most[2 * i], most[2 * i + 1]), fmaxf(most[2 * i + 4], most[2 * i + 5]));
+      all = fmaxf(all, __shfl_xor_sync(kAllLanes, all, 1));
+      largest[i] = fmaxf(all, __shfl_xor_sync(kAllLanes, all, 2)) * (a.scale * kLog2E);
+    }
+  }
+
+  // Scores to weights, in registers and in shared memory.
+  __device__ void weigh(const float (&largest)[2], float (&factors)[2]) {
+    const float scale = a.scale * kLog2E;
+    float* const after = block.shared->peaks[kOwn] + row();
+    float references[2];
+    KDTREE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const bool moves = largest[i] > peaks[i] + kMoves;
+      factors[i] = moves ? power2(peaks[i] - largest[i]) : 1.0f;
+      peaks[i] = moves ? largest[i] : peaks[i];
+      references[i] = peaks[i] == -INFINITY ? 0.0f : peaks[i];
+      if (threadIdx.x % 4 == 0) after[8 * i] = peaks[i];
+    }
+    KDTREE_UNROLL
+    for (int i = 0; i < 32; ++i) scores[i] = power2(fmaf(scores[i], scale, -references[i / 2 % 2]));
+    KDTREE_UNROLL
+    for (int i = 0; i < 16; ++i) weights[i] = narrow_pair(scores[2 * i], scores[2 * i + 1]);
+    const int lane = thread() % kWarp, to = thread() / kWarp * 16 + lane % 16;
+    KDTREE_UNROLL
+    for (int k = 0; k < 4; ++k)
+      store_matrix(block.weights(kOwn) + piece_offset(to, 2 * k + lane / 16), weights + 4 * k);
+    publish_stores();
+    float added[8];
+    KDTREE_UNROLL
+    for (int i = 0; i < 32; ++i) added[i % 8] = i < 8 ? scores[i] : added[i % 8] + scores[i];
+    KDTREE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float sum = (added[2 * i] + added[2 * i + 1]) + (added[2 * i + 4] + added[2 * i + 5]);
+      totals[i] = fmaf(totals[i], factors[i], sum);
+    }
+  }
+
+  // Joins the node of a slot, which lies left, with what the registers hold.
+  __device__ void join(int slot) {
+    const float4* const left = node(slot);
+    const float4 state = left[32 * 128];
+    const Join first(state.x, peaks[0]), second(state.z, peaks[1]);
+    peaks[0] = first.peak, peaks[1] = second.peak;
+    totals[0] = first(state.y, totals[0]), totals[1] = second(state.w, totals[1]);
+    constexpr int kAtOnce = 8;
+    KDTREE_UNROLL
+    for (int n = 0; n < 32; n += kAtOnce) {
+      float4 old[kAtOnce];
+      KDTREE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) old[i] = left[(n + i) * 128];
+      KDTREE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        float* const sum = sums + 4 * (n + i);
+        const float parts[4] = {old[i].x, old[i].y, old[i].z, old[i].w};
+        KDTREE_UNROLL
+        for (int j = 0; j < 4; ++j) sum[j] = (j < 2 ? first : second)(parts[j], sum[j]);
+      }
+      __syncwarp();  // or more would be loaded than the registers hold
+    }
+  }
+
+  __device__ void leave(int slot) const {
+    float4* const to = node(slot);
+    to[32 * 128] = make_float4(peaks[0], totals[0], peaks[1], totals[1]);
+    KDTREE_UNROLL
+    for (int n = 0; n < 32; ++n)
+      to[n * 128] = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
+  }
+
+  // The rows' result; both warpgroups.
+  __device__ void finish() {
+    KDTREE_UNROLL
+    for (int i = 0; i < 2; ++i)
+      if (threadIdx.x % 4 == 0) block.shared->totals[kOwn][row() + 8 * i] = totals[i];
+    meet(kTotals, 256);
+    KDTREE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int local = row() + 8 * i;
+      if (local >= item.row_end) continue;
+      const float total = block.shared->totals[0][local] + block.shared->totals[1][local];
+      const float factor = total == 0 ? 0.0f : 1.0f / total;
+      const int64_t to = static_cast<int64_t>(item.request) * a.rows.width * a.heads + item.first_row + local;
+      if (kOwn == 0 && threadIdx.x % 4 == 0 && a.lse != nullptr)
+        a.lse[to] = total == 0 ? -INFINITY : (peaks[i] + log2f(total)) * 0.6931471805599453f;
+      uint16_t* const out = a.out + to * kLatent + kOwn * 256 + column();
+      KDTREE_UNROLL
+      for (int n = 0; n < 32; ++n)
+        *reinterpret_cast<uint32_t*>(out + 8 * n) =
+            narrow_pair(sums[4 * n + 2 * i] * factor, sums[4 * n + 2 * i + 1] * factor);
+    }
+  }
+
+  __device__ void run() {
+    const int pairs = item.pairs();
+    int depth = 0, leaf = item.begin;  // nodes that lie in the slots; first key of the leaf
+    bool fresh = true;                 // nothing was added to the sums of the leaf
+    const auto restart = [&] {
+      fresh = true;
+      peaks[0] = peaks[1] = -INFINITY;
+      totals[0] = totals[1] = 0;
+    };
+    const auto close = [&](int next, bool last) {
+      if (!last && next < leaf + leaf_keys(leaf)) return;
+      KDTREE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 1);
+        totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 2);
+      }
+      int begin = leaf, size = leaf_keys(leaf);
+      const bool ends = last && item.all;
+      // What is left at the end of all is joined from the right to the left.
+      while (depth > 0 && (ends || (is_right(begin, size) && begin - size >= item.begin))) {
+        join(--depth);
+        begin -= size;
+        size *= 2;
+      }
+      if (ends)
+        finish();
+      else
+        leave(depth++);
+      leaf = next;
+      restart();
+    };
+
+    restart();
+    KDTREE_UNROLL_BY(1)
+    for (int pair = 0; pair < pairs; ++pair) {
+      const int key = item.begin + pair * kPair;
+      float largest[2], first[2], second[2];
+      multiply_keys(pair);
+      wait_products<0>();
+      settle(scores);
+      if constexpr (kOwn == 0) {
+        find_largest(key, largest);
+        meet(kScores, 128);  // the weights take the place of keys that all warps must have read
+        weigh(largest, first);
+        pass_by(kFirstWeights, 256);
+        if (!fresh) rescale(first);
+        multiply_values(0, !fresh);
+        wait_products<0>();
+        settle(sums);
+        if (first_of_warp()) barrier_arrive(block.empty(0, 0));
+        meet(kSecondWeights, 256);
+        follow(second);
+      } else {
+        find_largest(key + kTile, largest);
+        meet(kFirstWeights, 256);
+        follow(first);
+        if (!fresh) rescale(first);
+        multiply_values(0, !fresh);
+        weigh(largest, second);
+        pass_by(kSecondWeights, 256);
+        wait_products<0>();
+        settle(sums);
+        if (first_of_warp()) barrier_arrive(block.empty(0, 1));
+      }
+      rescale(second);
+      multiply_values(1, true);
+      fresh = false;
+      wait_products<0>();
+      settle(sums);
+      if (first_of_warp()) {
+        if (kOwn == 0) barrier_arrive(block.empty(1, 0));
+        barrier_arrive(block.empty(1, 1));
+      }
+      close(key + kPair, pair + 1 == pairs);
+    }
+  }
+};
+
+#endif  // KDTREE_HAS_WGMMA
+
+}  // namespace kdtree::mla_wgmma
