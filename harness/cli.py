@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from engine import build
 from engine.toolkit import BuildError
 from harness import cases, codec, compare, exactness_groups, heap_tree, records, report
 from harness.compare import Comparison, Exit
 from harness.console import say
+from harness.engine_library import library_path
 from harness.environment import CHECKOUT, capture, gpu_missing
 from harness.records import Environment, Row
 from harness.run import ROWS, confirm, fresh, run
@@ -100,8 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(given: argparse.Namespace, systems: Systems) -> int:
     chosen = cases.select(cases.SUITES[given.suite], given.select)
-    kinds = cases.Builder | cases.Logits | cases.Decode
-    on_gpu = any(cases.GPU in each.arms and isinstance(each.case, kinds) for each in chosen)
+    on_gpu = any(arm.startswith(cases.GPU) for each in chosen for arm in each.arms)
     environment = _captured(engine=on_gpu)
     path = given.out / ROWS
     old: list[Row] = []
@@ -158,7 +157,7 @@ def _captured(engine: bool = False) -> Environment:
         libraries["heap_tree"] = heap_tree.compile_library()
     if engine and gpu_missing() is None:
         with contextlib.suppress(BuildError):  # the rows of the GPU then say why
-            libraries["engine"] = build.library("cuda")
+            libraries["engine"] = library_path("cuda")
     return capture(libraries=libraries)
 
 

@@ -12,13 +12,12 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import kdtr
-from engine import build
 from engine.abi import EngineError, Library
 from engine.checkpoint import Random
 from engine.decode_abi import DTYPES
@@ -28,6 +27,7 @@ from harness import exactness_cost, records
 from harness.cases import AR, CHAIN, Arm
 from harness.compare import Exit
 from harness.console import say
+from harness.engine_library import library_path
 from harness.environment import CHECKOUT, capture, gpu_missing
 from harness.exactness import Plan, Tally, measure, mixed, most_requests
 from harness.records import Environment, Parity, Row, Scalar
@@ -39,6 +39,8 @@ PREFILL_ROWS = 32  # of a request in one pass
 BATCH = {"cuda": 64, "host": 2}
 NEW_TOKENS = {"cuda": 128, "host": 8}
 CONTRAST_TOKENS = 16_384  # of each method with cuBLAS at most
+COST_SHARE = 0.2  # of the time, for what exactness costs
+LEAST_TURNS = 3  # that this takes: a warm-up and a sample of whole batches, and of single requests
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class Result:
         counts = [self.tallies[arm.name].tokens for arm in self.plan.arms]
         return self.group.exact and min(counts, default=0) < self.group.tokens
 
+    @property
+    def turn_s(self) -> float:
+        """Seconds of one batch decoded by every method."""
+        pace = sum(tally.seconds / tally.made for tally in self.tallies.values() if tally.made)
+        return pace * self.plan.batch * self.plan.new_tokens
+
 
 def random_target(heads: int) -> dict[str, Any]:
     """The config of a small target: a dense layer and one of experts, sizes that tensor cores take."""
@@ -130,7 +138,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, help="of a prompt (default: 128; 8 on the host)")
     parser.add_argument("--batch", type=int, help="requests decoded together at most (default: 64; 2 on the host)")
     parser.add_argument("--cache-block-size", type=int, default=0, help="rows of a cache block (default: contiguous)")
-    parser.add_argument("--seconds", type=float, default=500.0, help="time for all groups (default: %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=500.0,
+        help="time for all after the build; each group decodes one batch, whatever it takes (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="shifts all draws (default: %(default)s)")
     parser.add_argument(
         "--kind", choices=("auto", "cuda", "host"), default="auto", help="auto: the GPU if there is one"
@@ -195,6 +208,7 @@ class Session:
             "drafter": "noisy" if plan.noisy else "dflash",
             "products": engine.paths["products"],
             "attention": engine.paths["attention"],
+            "launch": "graph" if engine.graphs else "eager",
             "block_size": engine.block_size,
             "new_tokens": plan.new_tokens,
             "batch": plan.batch,
@@ -218,37 +232,56 @@ def command(given: argparse.Namespace, open_engine: Callable[..., Engine] = Engi
         return Exit.USAGE
     arms = [CHAIN] if "chain" in given.methods else []
     arms += [Arm("ddtree", budget) for budget in given.budgets] if "ddtree" in given.methods else []
-    progress = Progress(sum(group.tokens for group in groups), len(groups))
     results: list[Result] = []
-    enough = False
+    costs: list[Row] = []
+    whole = False
     try:
-        path = build.library(kind)
+        path = library_path(kind)
         session = Session(given, kind, Library(path), open_engine, tuple(arms), new_tokens, batch)
         environment = capture(libraries={"engine": path})
-        deadline = time.perf_counter() + given.seconds
         with records.RowFile(given.out) as file:
-            for place, group in enumerate(groups):
-                progress.start(group.title, group.tokens)
-                share = group.tokens / sum(other.tokens for other in groups[place:])
-                seconds = max(0.0, share * (deadline - time.perf_counter()))
-                results.append(session.result(group, seconds, progress.show))
-                for arm in (AR, *arms):
-                    file.append(_row(results[-1], arm, environment))
-            progress.end()
-            say(table(results))
-            enough = not any(result.short for result in results)
-            if set(GEMMS) <= {group.gemm for group in groups} and given.drafter == "dflash":
-                costs = []
-                for row in exactness_cost.rows(session, groups, environment):
-                    file.append(row)
-                    costs.append(row)
-                say("\nWhat exactness costs the pair, without logits:\n" + aligned(exactness_cost.table(costs)))
+            for row in _rows(session, groups, environment, results, costs):
+                file.append(row)
+        whole = True
     except (BuildError, EngineError) as error:
         say(f"exactness: {error}", error=True)
-        enough = False
-    if any(problem(result, arm) for result in results for arm in (AR, *arms)):
+    if results:
+        say(table(results))
+    if costs:
+        say("\nWhat exactness costs the pair, without logits:\n" + aligned(exactness_cost.table(costs)))
+    bad = [row.reason for row in costs if row.status == "INVALID"]
+    if bad or any(problem(result, arm) for result in results for arm in (AR, *arms)):
         return Exit.REGRESSION
-    return Exit.FINE if enough else Exit.NOTHING
+    return Exit.FINE if whole and not any(result.short for result in results) else Exit.NOTHING
+
+
+def _rows(
+    session: Session, groups: Sequence[Group], environment: Environment, results: list[Result], costs: list[Row]
+) -> Iterator[Row]:
+    """The rows of all groups, then those of what exactness costs; both lists get what is there. Raises EngineError."""
+    seconds = float(session.given.seconds)
+    compared = set(GEMMS) <= {group.gemm for group in groups} and session.given.drafter == "dflash"
+    end = time.perf_counter() + seconds
+    of_groups = end - COST_SHARE * seconds if compared else end
+    progress = Progress(sum(group.tokens for group in groups), len(groups))
+    try:
+        for place, group in enumerate(groups):
+            progress.start(group.title, group.tokens)
+            share = group.tokens / sum(other.tokens for other in groups[place:])
+            results.append(session.result(group, max(0.0, share * (of_groups - time.perf_counter())), progress.show))
+            for arm in (AR, *session.arms):
+                yield _row(results[-1], arm, environment)
+    finally:
+        progress.end()
+    if not compared:
+        return
+    least = LEAST_TURNS * sum(result.turn_s for result in results if result.group.model.name == "pair")
+    if (left := end - time.perf_counter()) < least:
+        say(f"exactness: what it costs was not measured: that takes {least:.0f} s, {left:.0f} s are left", error=True)
+        return
+    for row in exactness_cost.rows(session, groups, environment, left):
+        costs.append(row)
+        yield row
 
 
 def _groups(given: argparse.Namespace, gemms: Sequence[str]) -> list[Group]:
@@ -327,7 +360,7 @@ def _row(result: Result, arm: Arm, environment: Environment) -> Row:
 
 def table(results: Sequence[Result]) -> str:
     """The tallies as plain text; below, the first difference of each arm, what failed or is missing, and the sums."""
-    head = "heads model dtype gemm paths method budget tokens differ rows differ largest tokens/s"
+    head = "heads model dtype gemm paths launch method budget tokens differ rows differ largest tokens/s"
     lines: list[tuple[str, ...]] = [tuple(head.split())]
     notes = []
     for result in results:
@@ -339,8 +372,8 @@ def table(results: Sequence[Result]) -> str:
             found: tuple[Any, ...] = (tally.made, "-", "-", "-", "-")
             if arm != AR:
                 found = (tally.tokens, tally.tokens_differ, tally.rows, tally.rows_differ, f"{tally.largest:.3g}")
-            what = (group.model.heads, group.model.name, group.dtype, group.gemm, paths, arm.method, arm.budget or "-")
-            lines.append(tuple(map(str, (*what, *found, speed))))
+            model = (group.model.heads, group.model.name, group.dtype, group.gemm, paths, params["launch"])
+            lines.append(tuple(map(str, (*model, arm.method, arm.budget or "-", *found, speed))))
             name = f"{group.title}, {arm.name}"
             if tally.failure is not None:
                 notes.append(f"{name} failed: {tally.failure}")
@@ -361,7 +394,10 @@ def table(results: Sequence[Result]) -> str:
             f"row-invariant: {tokens} tokens and {rows} rows of logits compared with plain decoding's, "
             f"{wrong} tokens and {bad} rows differ"
         )
-    notes.append("tokens/s: of whole runs, prompts and the copying of logits included")
+    notes.append(
+        "tokens/s: of whole runs, with prompts, first launches and the copying of logits; not to be compared across "
+        "launches"
+    )
     return "\n".join([aligned(lines), *notes])
 
 

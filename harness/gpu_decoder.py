@@ -16,7 +16,6 @@ from typing import Any, Literal, cast
 from numpy.typing import NDArray
 
 import engine.generation as native
-from engine import build
 from engine.abi import EngineError, Library
 from engine.decode_abi import STAGES
 from engine.engine import Engine, Method
@@ -24,6 +23,7 @@ from engine.request import DFlash, Replay, Request
 from engine.run import Run
 from engine.toolkit import BuildError
 from harness.cases import Arm
+from harness.engine_library import library_path
 from harness.environment import SmiClockReader, gpu_uuid
 from harness.gpu_builders import NoGpuError
 from harness.timing import Clock, ClockReader, CupyEvents, EventClock, Stages, WallClock, stages_of
@@ -44,7 +44,7 @@ def open_decoder(models: Path, missing: str | None) -> EngineDecoder:
     if missing is not None:
         raise NoGpuError(missing)
     try:
-        library = Library(build.library("cuda"))
+        library = Library(library_path("cuda"))
         card = library.device(0)
     except (BuildError, EngineError) as error:
         first = str(error).splitlines()[0] if str(error) else ""

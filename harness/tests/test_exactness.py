@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from datasets.evaluation.prompts import SETS, Prompt
+from engine import build
 from engine.abi import EngineError
 from engine.engine import Engine
 from engine.generation import Generation
 from engine.tests.backends import open_ops
 from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
 from harness import cli, exactness, exactness_cost, exactness_groups, records
+from harness.engine_library import library_path
 from harness.exactness import Plan, Unit, compare, most_requests, units
 from harness.records import Row
 from harness.tests.examples import make_environment
@@ -97,8 +99,8 @@ def test_methods_agree_bit_for_bit_over_passes_of_which_the_first_is_greedy(mode
         }
     assert rows["ddtree-b5"].params["gemm"] == "row-invariant"
     assert said[0].split()[:3] == ["heads", "model", "dtype"]
-    expected = "2 pair float32 row-invariant general/general ddtree 5 20 0 25 0 0"
-    assert said[4].split()[:12] == expected.split()
+    expected = "2 pair float32 row-invariant general/general eager ddtree 5 20 0 25 0 0"
+    assert said[4].split()[:13] == expected.split()
     assert not any("wanted" in line or "first difference" in line for line in said)
     assert (
         "row-invariant: 60 tokens and 75 rows of logits compared with plain decoding's, 0 tokens and 0 rows" in said[5]
@@ -231,9 +233,12 @@ def test_a_group_without_an_engine_hides_no_difference_of_another(models, tmp_pa
 
     more = ("--gemm", "row-invariant", "cublas")
     assert command(models, tmp_path, opened, *more) == 3
-    assert "no such library" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "no such library" in said.err
+    assert "0 tokens and 0 rows differ" in said.out
     faulty(one_bit)
     assert command(models, tmp_path, opened, *more) == 1
+    assert "first difference: logits" in capsys.readouterr().out
 
 
 def test_a_time_box_ends_the_run_after_a_group(models, tmp_path, capsys):
@@ -255,16 +260,23 @@ def test_wrong_use_and_what_the_host_cannot(models, tmp_path, capsys):
     assert "cuBLAS" in str(capsys.readouterr())
 
 
+BOTH = ("--gemm", "row-invariant", "cublas")
+
+
+def with_own(*files: Any, gemm: str, **options: Any) -> Engine:
+    """The own products in the place of cuBLAS's, which the host has not."""
+    return Engine.load(*files, gemm="row_invariant", **options)
+
+
 def test_what_exactness_costs_is_told_by_number_type_batch_and_method(models, tmp_path, monkeypatch, capsys):
-    """With the own products in the place of cuBLAS's, which the host has not."""
     monkeypatch.setattr(exactness_cost, "SAMPLES", 2)
     given: list[str] = []
 
     def opened(*files: Any, gemm: str, **options: Any) -> Engine:
         given.append(gemm)
-        return Engine.load(*files, gemm="row_invariant", **options)
+        return with_own(*files, gemm=gemm, **options)
 
-    assert command(models, tmp_path, opened, "--gemm", "row-invariant", "cublas") == 0
+    assert command(models, tmp_path, opened, *BOTH) == 0
     said = capsys.readouterr().out
     assert given == ["row_invariant", "cublas"] * 2
     rows = [row for row in records.read(tmp_path / "rows.jsonl") if "cost" in row.case]
@@ -275,10 +287,52 @@ def test_what_exactness_costs_is_told_by_number_type_batch_and_method(models, tm
         assert (row.status, len(row.timing.samples_s)) == ("OK", 2)
         tokens = 2 * NEW * int(row.params["batch"] or 0)
         assert row.metrics["tokens_per_s"] == pytest.approx(tokens / sum(s or 0 for s in row.timing.samples_s))
+        assert row.timing.launch == "eager"
+        checked = row.arm.startswith("row-invariant") and row.arm != "row-invariant-ar"
+        assert (row.parity.compared if row.parity else 0) == (tokens if checked else 0)
     table = said.split("What exactness costs")[1].splitlines()
     assert [line.split()[:3] for line in table[2:]] == [
         ["float32", str(batch), name] for batch in (1, 2) for name in ("ar", "chain", "ddtree-b5")
     ]
+
+
+def test_a_wrong_token_has_no_cost_and_is_a_regression(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(exactness_cost, "SAMPLES", 1)
+    sound = exactness_cost.decode
+
+    def decode(engine: Engine, plan: Plan, arm: Any, group: Any) -> Any:
+        made = sound(engine, plan, arm, group)
+        if arm.method != "chain":
+            return made
+        (*first, last), *others = made.tokens
+        return dataclasses.replace(made, tokens=((*first, last ^ 1), *others))
+
+    monkeypatch.setattr(exactness_cost, "decode", decode)
+    assert command(models, tmp_path, with_own, *BOTH) == 1
+    rows = [row for row in records.read(tmp_path / "rows.jsonl") if "cost" in row.case]
+    assert {row.arm for row in rows if row.status == "INVALID"} == {"row-invariant-chain"}
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:3] == ["float32", "2", "chain"])
+    assert line.split()[3] == "INVALID"
+    assert line.split()[-1] == "-"
+
+
+def test_what_exactness_costs_takes_none_of_the_time_that_is_over(models, tmp_path, capsys):
+    assert command(models, tmp_path, with_own, *BOTH, "--seconds", "0") == 0  # a batch is all that is demanded here
+    assert "what it costs was not measured" in capsys.readouterr().err
+    assert not any("cost" in row.case for row in records.read(tmp_path / "rows.jsonl"))
+
+
+def test_a_library_that_is_compiled_first_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "library", lambda kind: tmp_path / kind)
+    plan = build.plan_host
+    monkeypatch.setattr(build, "plan_host", lambda: plan(tmp_path))
+    assert library_path("host") == tmp_path / "host"
+    assert "compiling the engine: " in capsys.readouterr().err
+    for step in plan(tmp_path).objects.values():
+        step.path.parent.mkdir(exist_ok=True)
+        step.path.touch()
+    library_path("host")
+    assert capsys.readouterr().err == ""
 
 
 def test_differences_that_comparing_numbers_would_miss():
