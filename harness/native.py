@@ -80,6 +80,7 @@ class _Run(runners.Run):
         return self._stages[name]
 
     def _staged_rounds(self, name: str, rounds: Sequence[Round]) -> Sequence[Round]:
+        """Those of the first prompt, in a run of their own: timed runs keep no stages."""
         return self._split(name)[0].rounds
 
     def _checks(self, name: str, i: int) -> Iterator[Check]:
