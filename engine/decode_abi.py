@@ -100,7 +100,9 @@ class RunArgs(ctypes.Structure):
         *_all(c_int32, "method requests keep_traces keep_logits full_cost"),
         ("request", POINTER(Request)),
         ("stream", c_void_p),
-        *_all(c_int32, "eager reserved"),
+        *_all(c_int32, "eager cost_count"),
+        ("cost_rows", I32),
+        ("cost_seconds", F64),
     )
 
 
@@ -125,6 +127,15 @@ class Round(ctypes.Structure):
         ("ranks", c_int32 * (MAX_DEPTH + 1)),
         ("seconds", c_double * len(STAGES)),
         ("wall_seconds", c_double),
+    )
+
+
+class Prediction(ctypes.Structure):
+    """kdtree_prediction."""
+
+    _fields_ = (
+        *_all(c_int32, "budget reserved"),
+        *_all(c_double, "tokens seconds"),
     )
 
 
@@ -160,6 +171,7 @@ CALLS: Mapping[str, tuple[type[Any], ...]] = MappingProxyType(
         "run_stage": (c_void_p, c_int32, c_char_p, POINTER(c_int32)),
         "run_state": (c_void_p, c_int32, POINTER(RequestState)),
         "run_rounds": (c_void_p, c_int32, c_int32, c_int32, POINTER(Round)),
+        "run_prediction": (c_void_p, c_int32, POINTER(Prediction)),
         "run_trace": (c_void_p, c_int32, c_int32, POINTER(Trace)),
         "run_logits": (c_void_p, c_int32, POINTER(c_int32), F32),
     }

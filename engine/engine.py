@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -40,7 +40,7 @@ class Engine:
     Sizes of the models: vocab_size, hidden_size, layers, block_size. Bytes: of a cache row, weights, caches, scratch.
     dtype: of weights, activations and caches. paths: whether products and attention run on tensor cores, "tensor_cores"
     or, where sizes or dtype do not fit those kernels, "general"; the mask form of attention is general. graphs: whether
-    rounds are replayed as CUDA graphs: not on the host, and not with gemm "cublas".
+    rounds are replayed as CUDA graphs: not on the host, with gemm "cublas" or with KDTREE_LAUNCH_BLOCKING=1.
     """
 
     def __init__(self, decoder: Handle, max_requests: int, max_budget: int):
@@ -126,14 +126,18 @@ class Engine:
         keep_logits: bool = False,
         full_cost: bool = False,
         graphs: bool = True,
+        costs: Mapping[int, float] | None = None,
         stream: int = 0,
     ) -> Run:
         """A run of at most max_requests requests, to be made round by round or stage by stage.
 
         full_cost: where a stand-in proposes, the drafter works too, and what it says is dropped: so the time of given
         acceptance can be measured. graphs: rounds are replayed as CUDA graphs where the engine has any, with the same
-        bits, and so are stages without a dump. stream: handle of a CUDA stream. Raises EngineError, RequestError for a
-        request that is refused, and while another run is open.
+        bits, and so are stages without a dump. costs: {rows: seconds} that a round whose verify pass has so many rows,
+        of all requests, was measured to take: a policy then chooses the budgets of rounds, at most the largest of the
+        requests, so that the tokens that the drafter's probabilities promise come the fastest, see Round.prediction.
+        stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
+        another run is open.
         """
         if method not in METHODS:
             raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
@@ -147,6 +151,7 @@ class Engine:
             keep_logits=keep_logits,
             full_cost=full_cost,
             graphs=graphs,
+            costs=costs,
             stream=stream,
         )
         self._run = weakref.ref(made)
@@ -162,6 +167,7 @@ class Engine:
         keep_traces: bool = ...,
         keep_logits: bool = ...,
         graphs: bool = ...,
+        costs: Mapping[int, float] | None = ...,
         **options: Unpack[Options],
     ) -> Generation: ...
 
@@ -175,6 +181,7 @@ class Engine:
         keep_traces: bool = ...,
         keep_logits: bool = ...,
         graphs: bool = ...,
+        costs: Mapping[int, float] | None = ...,
         **options: Unpack[Options],
     ) -> list[Generation]: ...
 
@@ -187,17 +194,21 @@ class Engine:
         keep_traces: bool = False,
         keep_logits: bool = False,
         graphs: bool = True,
+        costs: Mapping[int, float] | None = None,
         **options: Unpack[Options],
     ) -> Any:
         """Decode one prompt (tokens [P]) to a Generation, or several, max_requests at most, to a list.
 
-        options: fields of Request, for all prompts; of several, some may be Requests of their own. graphs: as in `run`.
-        on_tokens(request, tokens) is called after each round with what it gave. Raises EngineError; RequestError for a
-        request that is refused, before anything runs; DecodeError for one that failed, once the others are done.
+        options: fields of Request, for all prompts; of several, some may be Requests of their own. graphs, costs: as
+        in `run`. on_tokens(request, tokens) is called after each round with what it gave. Raises EngineError;
+        RequestError for a request that is refused, before anything runs; DecodeError for one that failed, once the
+        others are done.
         """
         single = _is_prompt(prompts)
         asked = [p if isinstance(p, Request) else Request(p, **options) for p in ([prompts] if single else prompts)]
-        with self.run(asked, method, keep_traces=keep_traces, keep_logits=keep_logits, graphs=graphs) as run:
+        with self.run(
+            asked, method, keep_traces=keep_traces, keep_logits=keep_logits, graphs=graphs, costs=costs
+        ) as run:
             _finish(run, on_tokens)
             done = [run.generation(r) for r in range(run.requests)]
             errors = [error for r in range(run.requests) if (error := run.error(r)) is not None]

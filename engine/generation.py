@@ -46,10 +46,21 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What a policy expected of a round of all requests of the run: that trees of `budget` nodes give `tokens` in
+    `seconds`; None of a first round."""
+
+    budget: int
+    tokens: float | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Round:
     """prefix_length: rows committed before it, also the root's position. nodes: n. depth_limit: deepest depth that may
     be drafted. path: nodes whose rows were committed, the root (0) first. ranks: those of path[1:]. seconds: of the
-    device by stage, empty unless the round was made in steps. wall_seconds: on the host, with its wait."""
+    device by stage, each with the start of its own launch, empty unless the round was made in steps. wall_seconds: on
+    the host, with its wait. prediction: the policy's, if one chose the budget."""
 
     prefix_length: int
     nodes: int
@@ -59,6 +70,7 @@ class Round:
     seconds: dict[str, float]
     wall_seconds: float
     trace: Trace | None = None
+    prediction: Prediction | None = None
 
     @property
     def accepted(self) -> int:

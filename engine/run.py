@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int32
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine import decode_abi
 from engine.abi import RequestError
 from engine.decode_abi import FINISHES, METHODS, STAGES, Handle
-from engine.generation import Generation, Lists, Round, Trace, Tree
+from engine.generation import Generation, Lists, Prediction, Round, Trace, Tree
 from engine.request import Filled, Request
 
 
@@ -44,10 +44,14 @@ class Run:
         keep_logits: bool = False,
         full_cost: bool = False,
         graphs: bool = True,
+        costs: Mapping[int, float] | None = None,
         stream: int = 0,
     ):
         """Makes the buffers; nothing is computed yet. Raises EngineError, RequestError if a request is refused."""
         filled = Filled(requests, max_budget)
+        costs = dict(sorted((costs or {}).items()))
+        cost_rows = np.array(list(costs), np.int32)
+        cost_seconds = np.array(list(costs.values()), np.float64)
         args = decode_abi.RunArgs(
             struct_size=ctypes.sizeof(decode_abi.RunArgs),
             method=METHODS.index(method),
@@ -58,10 +62,14 @@ class Run:
             request=filled.structs,
             stream=stream,
             eager=not graphs,
+            cost_count=len(costs),
+            cost_rows=cost_rows.ctypes.data,
+            cost_seconds=cost_seconds.ctypes.data,
         )
         self._decoder = decoder  # must outlive the run
         self._handle = Handle(decoder.library, "run", decoder.address, ctypes.byref(args))
         self._vocab_size, self._keep_traces, self._keep_logits = vocab_size, keep_traces, keep_logits
+        self._predicts = bool(costs)
         self.requests = len(requests)
         self.prefill_seconds = 0.0
 
@@ -152,7 +160,13 @@ class Run:
             seconds=seconds if any(seconds.values()) else {},
             wall_seconds=found.wall_seconds,
             trace=self._trace(request, number) if self._keep_traces else None,
+            prediction=self._prediction(number) if self._predicts else None,
         )
+
+    def _prediction(self, number: int) -> Prediction:
+        found = decode_abi.Prediction()
+        self._handle.call("prediction", number, ctypes.byref(found))
+        return Prediction(found.budget, found.tokens or None, found.seconds or None)
 
     def _trace(self, request: int, number: int) -> Trace:
         t = decode_abi.Trace(struct_size=ctypes.sizeof(decode_abi.Trace))

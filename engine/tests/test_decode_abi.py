@@ -24,6 +24,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kdtree_run_args": decode_abi.RunArgs,
     "kdtree_request_state": decode_abi.RequestState,
     "kdtree_round": decode_abi.Round,
+    "kdtree_prediction": decode_abi.Prediction,
     "kdtree_trace": decode_abi.Trace,
 }
 TYPES = {

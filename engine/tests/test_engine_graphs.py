@@ -110,17 +110,35 @@ def test_a_batch_of_different_requests(world, method, options):
     assert [each.finish_reason for each in made] == ["length", "length", "length", "stop", "capacity", "length"]
 
 
+def test_budgets_that_a_policy_chooses(world):
+    """A graph for each; the choices are those of single launches."""
+    costs = {1: 1e-3, 9: 1.5e-3, 17: 4e-3}
+    requests = [Request(PROMPT, 24, 30, drafter=NoisyOracle(world.plain().tokens, 8, seed=3)), Request([7], 20, 9)]
+    with world.new_engine(max_requests=2) as engine:
+        found, replayed = [], []
+        for graphs in (False, True, True):
+            with engine.run(requests, graphs=graphs, keep_logits=True, keep_traces=True, costs=costs) as run:
+                found.append(finished(run))
+                replayed.append(run.replayed)
+    assert replayed[0] == 0 < replayed[1] < replayed[2]
+    for made in found[1:]:
+        for ours, theirs in zip(made, found[0], strict=True):
+            assert_equal(ours, theirs)
+            assert [r.prediction for r in ours.rounds] == [r.prediction for r in theirs.rounds]
+    assert len({r.nodes for r in found[0][0].rounds}) > 1
+
+
 def test_requests_share_a_graph_and_each_has_its_own_state(world):
     """Prompts, lengths, seeds and stop tokens are no part of a graph, and nothing is left from one to the next."""
     with world.new_engine() as engine:
         tokens = world.plain().tokens
         for number, request in enumerate(
             [
-                Request(PROMPT, 12, 8),
-                Request(range(11), 17, 6, stop_tokens=[3]),
-                Request([5], 9, 7, **SAMPLED),
-                Request([5], 9, 7, temperature=0.5, seed=1),
-                Request(PROMPT, 12, 5, drafter=NoisyOracle(tokens, 8)),
+                Request(PROMPT, 12, 12),
+                Request(range(11), 17, 9, stop_tokens=[3]),
+                Request([5], 9, 10, **SAMPLED),
+                Request([5], 9, 11, temperature=0.5, seed=1),
+                Request(PROMPT, 12, 9, drafter=NoisyOracle(tokens, 8)),
             ]
         ):
             with engine.run([request], graphs=False, keep_logits=True, keep_traces=True) as run:
@@ -133,13 +151,29 @@ def test_requests_share_a_graph_and_each_has_its_own_state(world):
 
 
 def test_more_shapes_than_are_kept(world):
-    """The oldest goes; it comes back as a new one."""
+    """The oldest goes, and comes back as a new one, whose first round is made kernel by kernel."""
+
+    def first_rounds(budget: int, method: Method = "ddtree") -> Any:
+        with engine.run([Request(PROMPT, 8, budget)], method) as run:
+            made = finished(run)[0]
+            assert made.tokens == world.plain().tokens[:8]
+            return len(made.rounds) - run.replayed
+
+    budgets = (1, 2, 3, 4, 8, 12, 15, 16, 24, 32, 48, 64, 96, 128)
     with world.new_engine(max_budget=128, capacity=512) as engine:
-        for _ in range(2):
-            for budget in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128):
-                for method in ("ddtree", "chain"):
-                    made = engine.generate(PROMPT, method=method, max_new_tokens=8, budget=budget)
-                    assert made.tokens == world.plain().tokens[:8]
+        made = [first_rounds(budget) for budget in budgets] + [first_rounds(0, "chain"), first_rounds(0, "ar")]
+        assert made == [1] * 16
+        assert first_rounds(1) == 0
+        assert first_rounds(128) == 0
+        with engine.run([Request(PROMPT, 8, 4, temperature=1.0)]) as run:
+            finished(run)
+        assert [first_rounds(1), first_rounds(128), first_rounds(2)] == [0, 0, 1]
+
+
+def test_a_batch_of_many(world):
+    """Top-k has a way of its own for many rows, and so have the kernels of control for many requests."""
+    requests = [Request([1 + r % 7, r % 5], 6, 1 + r % 9) for r in range(66)]
+    both(world.engine(max_requests=66, prefill_rows=132, capacity=32, max_budget=16), requests, "ddtree")
 
 
 def test_a_run_that_is_given_up_leaves_graph_and_engine_as_they_were(world):

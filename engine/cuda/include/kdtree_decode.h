@@ -132,8 +132,10 @@ typedef struct kdtree_run_args {
   int32_t full_cost;             /* 1: where a stand-in proposes, the drafter works too, and what it says is dropped */
   const kdtree_request* request; /* [requests] */
   void* stream;
-  int32_t eager;    /* 1: launch every kernel of every round. A caller's struct may end in front of it: 0 */
-  int32_t reserved; /* 0 */
+  int32_t eager;            /* 1: launch every kernel of every round. A caller's struct may end in front of it: 0 */
+  int32_t cost_count;       /* DDTree: a policy chooses the budgets of rounds, at most those of the requests; 0: none */
+  const int32_t* cost_rows; /* [cost_count] ascending: rows of a verify pass, those of all requests */
+  const double* cost_seconds; /* [cost_count] what a round with such a pass takes, as it was measured */
 } kdtree_run_args;
 
 /* One run of an engine at a time. Makes the buffers; nothing is computed yet. */
@@ -142,18 +144,21 @@ KDTREE_API kdtree_status kdtree_run_create(kdtree_decoder* decoder, const kdtree
 KDTREE_API kdtree_status kdtree_run_prefill(kdtree_run* run);
 /* One round of every request that is not finished; *active: how many are still not.
  *
- * Unless the run is eager, a round is captured once as a CUDA graph and then replayed, with the same bits. The engine
- * keeps the graphs of the last runs with their arrays; runs of equal method, batch and widest tree share one, where the
- * tree is counted in steps (1, 2, 4, 8, 12, 16, 24, 32, ... 1024) and the cache rows in 256s. The first round of each
- * is made kernel by kernel. There are no graphs in the host library, with KDTREE_GEMM_CUBLAS (its workspace is cuBLAS's
- * own), and where KDTREE_LAUNCH_BLOCKING=1 is set. */
+ * Unless the run is eager, a round is captured as a CUDA graph and then replayed, with the same bits. The engine keeps
+ * the arrays of its last runs with their graphs, up to 16 and 1 GiB in all; runs of equal shape share them: method,
+ * batch, block, widest tree, kinds of drafters, greedy or sampled. Trees are counted in steps (0, 1, 2, 3, 4, 7, 8, 12,
+ * 15, 16, 24, 32, 48, ... 1024; as many nodes as the chain has are one too), cache rows in 256s, stop tokens in powers
+ * of two. The first round of each shape is made kernel by kernel, and so are all where capturing fails: see
+ * kdtree_run_replayed. There are no graphs in the host library, with KDTREE_GEMM_CUBLAS (its workspace is cuBLAS's
+ * own), and where KDTREE_LAUNCH_BLOCKING=1 is set. Replayed kernels have the default priority, whatever the stream's.
+ */
 KDTREE_API kdtree_status kdtree_run_round(kdtree_run* run, int32_t* active);
 /* *rounds: how many of the run's were replayed as a whole. */
 KDTREE_API kdtree_status kdtree_run_replayed(const kdtree_run* run, int32_t* rounds);
 
 /* A round in steps, in this order; the last one ends it like kdtree_run_round. dump: path of a KDTR file that gets
- * every array of the step, by the names of the reference's traces; NULL: none. Steps
- * without a dump are replayed as graphs of their own. */
+ * every array of the step, by the names of the reference's traces; NULL: none. Steps without a dump are replayed as
+ * graphs of their own. */
 typedef enum kdtree_stage {
   KDTREE_STAGE_DRAFT = 0,
   KDTREE_STAGE_TREE_BUILD = 1,
@@ -191,12 +196,24 @@ typedef struct kdtree_round {
   int32_t accepted; /* a: committed draft nodes */
   int32_t path[KDTREE_MAX_DEPTH + 1];
   int32_t ranks[KDTREE_MAX_DEPTH + 1]; /* of path[1..a] in 0..a-1 */
-  double seconds[4]; /* by stage, of the device between two events, on the host by its clock; 0 unless in steps */
+  double seconds[4]; /* of the stages, 0 unless in steps: device time between two events, on the host by its clock. Each
+                        holds the start of its own graph, so that they add up to more than a replayed round; where
+                        kernels are launched one by one, the waits for the host between them */
   double wall_seconds;
 } kdtree_round;
 /* Rounds first..first+count-1 of a request. */
 KDTREE_API kdtree_status kdtree_run_rounds(const kdtree_run* run, int32_t request, int32_t first, int32_t count,
                                            kdtree_round* rounds);
+
+/* What the policy expected of a round of the run, or of the one to come: 1 + the sum of the probabilities that the
+ * drafter gave to the nodes of so large a tree in the rounds before. Of the first round nothing is expected: 0. */
+typedef struct kdtree_prediction {
+  int32_t budget;
+  int32_t reserved;
+  double tokens;  /* of all requests */
+  double seconds; /* by the costs given */
+} kdtree_prediction;
+KDTREE_API kdtree_status kdtree_run_prediction(const kdtree_run* run, int32_t round, kdtree_prediction* prediction);
 
 /* What a round saw, if the run keeps traces. Host memory, valid until the run is destroyed. */
 typedef struct kdtree_trace {

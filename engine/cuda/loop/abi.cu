@@ -123,7 +123,7 @@ extern "C" kdtree_status kdtree_model_read(kdtree_model* model, const char* path
 extern "C" kdtree_status kdtree_model_random(kdtree_model* model, uint64_t seed) {
   return guarded([&] {
     needed("kdtree_model_random", "model", model);
-    model->tensors = random_weights(std::move(model->tensors), model->kind, seed);
+    model->tensors = random_weights(model->tensors, model->kind, seed);
   });
 }
 
@@ -184,6 +184,18 @@ extern "C" kdtree_status kdtree_run_replayed(const kdtree_run* run, int32_t* rou
     needed("kdtree_run_replayed", "run", run);
     needed("kdtree_run_replayed", "rounds", rounds);
     *rounds = run->run.replayed();
+  });
+}
+
+extern "C" kdtree_status kdtree_run_prediction(const kdtree_run* run, int32_t round, kdtree_prediction* prediction) {
+  return guarded([&] {
+    needed("kdtree_run_prediction", "run", run);
+    needed("kdtree_run_prediction", "prediction", prediction);
+    const std::vector<kdtree_prediction>& made = run->run.predictions();
+    if (round < 0 || static_cast<size_t>(round) >= made.size())
+      throw EngineFailure(KDTREE_SIZE, "kdtree_run_prediction: round " + std::to_string(round) + " of " +
+                                           std::to_string(made.size()) + " predicted");
+    *prediction = made[static_cast<size_t>(round)];
   });
 }
 

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <iterator>
 #include <tuple>
 
 #include "loop/buffers.h"
@@ -8,17 +7,14 @@
 namespace kdtree {
 namespace {
 
-// Non-root nodes of the widest tree, and cache rows, for which graphs are made.
-constexpr int kBudgets[] = {0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024};
-constexpr int kRows = 256;
-static_assert(kBudgets[std::size(kBudgets) - 1] == KDTREE_MAX_BUDGET, "no bucket for the widest trees");
+constexpr int kRows = 256;  // steps in which cache rows are counted for graphs
 
 }  // namespace
 
 bool Shape::operator==(const Shape& other) const {
   const auto all = [](const Shape& s) {
     return std::tie(s.method, s.requests, s.depth, s.budget, s.width, s.stop_stride, s.longest, s.dflash, s.stand_ins,
-                    s.sampled);
+                    s.sampled, s.policy);
   };
   return all(*this) == all(other);
 }
@@ -26,7 +22,8 @@ bool Shape::operator==(const Shape& other) const {
 Shape Shape::bucket(int most_budget, int capacity, int vocab) const {
   Shape made = *this;
   if (method == KDTREE_DDTREE) {
-    made.budget = std::min(*std::lower_bound(std::begin(kBudgets), std::end(kBudgets), budget), most_budget);
+    // Not a row more than the chain's, which a tree may be held against.
+    if (budget != depth) made.budget = budget_step(budget, most_budget);
     made.width = std::min(made.budget, vocab);
   }
   while (made.stop_stride & (made.stop_stride - 1)) ++made.stop_stride;
@@ -69,17 +66,31 @@ Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_) {
   arena.plan(&prompt_positions, requests * chunk);
   arena.plan(&prompt_logits, requests * v);
   arena.plan(&prompt_features, requests * chunk * taps);
-  topk_bytes = k > 0 ? kdtree_topk_logprob_workspace(shape.requests, shape.depth, vocab, shape.width) : 0;
-  tree_bytes = kdtree_tree_build_workspace(shape.requests, shape.depth, shape.width, shape.budget);
-  choice_bytes = kdtree_target_choice_workspace(shape.requests, shape.budget + 1, vocab);
+  // Of trees of all sizes that a policy may choose.
+  for (int budget = shape.policy ? std::min(1, shape.budget) : shape.budget;;
+       budget = budget_step(budget + 1, shape.budget)) {
+    const int width = shape.method == KDTREE_DDTREE ? std::min(budget, vocab) : shape.width;
+    if (width > 0)
+      topk_bytes = std::max(topk_bytes, kdtree_topk_logprob_workspace(shape.requests, shape.depth, vocab, width));
+    tree_bytes = std::max(tree_bytes, kdtree_tree_build_workspace(shape.requests, shape.depth, width, budget));
+    choice_bytes = std::max(choice_bytes, kdtree_target_choice_workspace(shape.requests, budget + 1, vocab));
+    if (budget == shape.budget) break;
+  }
   prompt_choice_bytes = kdtree_target_choice_workspace(shape.requests, 1, vocab);
   arena.plan(&topk_workspace, topk_bytes);
   arena.plan(&tree_workspace, tree_bytes);
   arena.plan(&choice_workspace, choice_bytes);
   arena.plan(&prompt_choice_workspace, prompt_choice_bytes);
   arena.plan(&records, requests);
+}
+
+void Buffers::allocate() {
+  const size_t requests = static_cast<size_t>(shape.requests), n = static_cast<size_t>(shape.budget) + 1;
   arena.allocate();
   require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_records), requests * sizeof(Record)), "cudaMallocHost");
+  if (shape.policy)
+    require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_scores), requests * n * sizeof(double)),
+                 "cudaMallocHost");
 
   control = Control{shape.requests,
                     shape.method,
@@ -116,6 +127,7 @@ Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_) {
 
 Buffers::~Buffers() {
   if (host_records != nullptr) (void)cudaFreeHost(host_records);
+  if (host_scores != nullptr) (void)cudaFreeHost(host_scores);
 }
 
 }  // namespace kdtree

@@ -1,9 +1,13 @@
 // What a run needs on the device: arrays of one shape, and the graph of a round on them.
 #pragma once
 
+#include <map>
 #include <memory>
+#include <set>
+#include <utility>
 
 #include "kernels/stand_in.h"
+#include "loop/budget_policy.h"
 #include "loop/control.h"
 #include "loop/round_graph.h"
 #include "model/memory.h"
@@ -32,7 +36,7 @@ struct Shape {
   int depth, budget, width;  // L, B and K
   int stop_stride;           // most stop tokens of a request
   int longest;               // cache rows of the request that may use most
-  bool dflash, stand_ins, sampled;
+  bool dflash, stand_ins, sampled, policy;
 
   bool operator==(const Shape& other) const;
   // The next larger one that graphs are made for, so that few serve many: the widest tree and the cache rows in steps,
@@ -41,9 +45,10 @@ struct Shape {
 };
 
 struct Buffers {
-  Buffers(const Shape& shape, Decoder* decoder);
+  Buffers(const Shape& shape, Decoder* decoder);  // planned; allocate() makes them
   Buffers(const Buffers&) = delete;
   ~Buffers();
+  void allocate();
 
   const Shape shape;
   Arena arena;
@@ -64,17 +69,18 @@ struct Buffers {
   float* logits;
   unsigned char* features;
   unsigned char *topk_workspace, *tree_workspace, *choice_workspace, *prompt_choice_workspace;
-  size_t topk_bytes, tree_bytes, choice_bytes, prompt_choice_bytes;
+  size_t topk_bytes = 0, tree_bytes = 0, choice_bytes = 0, prompt_choice_bytes = 0;
   Record* records;
   Record* host_records = nullptr;  // pinned
+  double* host_scores = nullptr;   // pinned; for the policy
   // Of a prompt pass.
   int32_t *prompt_tokens, *prompt_positions, *last_positions, *ends, *prompt_choices, *first_roots;
   float* prompt_logits;
   unsigned char* prompt_features;
 
-  Control control;        // of these arrays
-  bool launched = false;  // a round was, kernel by kernel
-  std::unique_ptr<RoundGraph> round, stages[4];
+  Control control{};                                                  // of these arrays
+  std::set<int> launched;                                             // budgets of which a round was, kernel by kernel
+  std::map<std::pair<int, int>, std::unique_ptr<RoundGraph>> graphs;  // of (stage or whole round, budget)
 };
 
 }  // namespace kdtree

@@ -22,7 +22,8 @@ __global__ void plan_round_kernel(Control c) {
   const bool runs = c.finish[r] == KDTREE_RUNNING;
   write_status(c.status, r, {runs ? static_cast<int>(KDTREE_REQUEST_OK) : kDone});
   const int depth = runs && c.method != KDTREE_AR ? min(c.blocks[r], c.wanted[r]) - 1 : 0;
-  const int nodes = c.method == KDTREE_DDTREE ? min(c.budgets[r], c.capacities[r] - c.prefix[r] - 1) : depth;
+  const int nodes =
+      c.method == KDTREE_DDTREE ? min(min(c.budgets[r], c.width - 1), c.capacities[r] - c.prefix[r] - 1) : depth;
   c.depth_limits[r] = depth;
   c.tree_budgets[r] = depth > 0 ? max(nodes, 0) : 0;
   c.list_depths[r] = c.tree_budgets[r] > 0 ? depth : 0;

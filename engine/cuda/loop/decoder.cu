@@ -106,21 +106,31 @@ std::unique_ptr<Buffers> Decoder::take(const Shape& shape) {
     buffers->arena.clear();
     return buffers;
   }
-  try {
-    return std::make_unique<Buffers>(shape, this);
-  } catch (const EngineFailure&) {
-    if (spare_.empty()) throw;
-    spare_.clear();  // they may hold the memory that was missing
-    return std::make_unique<Buffers>(shape, this);
-  }
+  auto buffers = std::make_unique<Buffers>(shape, this);
+  make_room(buffers->arena.bytes());
+  buffers->allocate();
+  return buffers;
 }
 
 void Decoder::give_back(std::unique_ptr<Buffers> buffers) {
+  if (buffers->arena.bytes() > kMostSpareBytes) return;
+  make_room(buffers->arena.bytes());
   spare_.push_back(std::move(buffers));
-  size_t bytes = 0;
+}
+
+bool Decoder::drop_spare() {
+  const bool any = !spare_.empty();
+  spare_.clear();
+  return any;
+}
+
+// For one more of so many bytes.
+void Decoder::make_room(size_t bytes) {
   for (const auto& spare : spare_) bytes += spare->arena.bytes();
-  for (; spare_.size() > 1 && (spare_.size() > kMostSpare || bytes > kMostSpareBytes); spare_.erase(spare_.begin()))
+  while (!spare_.empty() && (spare_.size() >= kMostSpare || bytes > kMostSpareBytes)) {
     bytes -= spare_.front()->arena.bytes();
+    spare_.erase(spare_.begin());
+  }
 }
 
 }  // namespace kdtree

@@ -32,10 +32,13 @@ class Decoder {
   // Arrays of a shape, cleared: some that were given back, with their graph, or new ones.
   std::unique_ptr<Buffers> take(const Shape& shape);
   void give_back(std::unique_ptr<Buffers> buffers);
+  bool drop_spare();  // whether there were any
 
   bool busy = false;  // a run exists
 
  private:
+  void make_room(size_t bytes);
+
   kdtree_decoder_args args_;  // defaults filled in
   size_t taps_ = 0;
   std::unique_ptr<Target> target_;

@@ -7,16 +7,29 @@
 namespace kdtree {
 
 void Run::fetch() {
-  require_cuda(
-      cudaMemcpyAsync(d_->host_records, d_->records, records_.size() * sizeof(Record), cudaMemcpyDeviceToHost, stream_),
-      "cudaMemcpyAsync");
+  const auto copy = [&](auto* to, const auto* from, size_t count) {
+    require_cuda(cudaMemcpyAsync(to, from, count * sizeof(*to), cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+  };
+  copy(d_->host_records, d_->records, records_.size());
+  if (policy_ != nullptr) copy(d_->host_scores, d_->scores, records_.size() * rows_of_block());
 }
 
 int Run::collect() {
   require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   std::copy(d_->host_records, d_->host_records + records_.size(), records_.begin());
   for (int r = 0; r < requests_; ++r) keep(r, records_[static_cast<size_t>(r)]);
+  if (policy_ != nullptr) choose_budget();
   return active();
+}
+
+// The next round's.
+void Run::choose_budget() {
+  for (size_t r = 0; r < records_.size(); ++r)
+    if (records_[r].ran) policy_->see(d_->host_scores + r * rows_of_block(), records_[r].nodes);
+  const BudgetPolicy::Choice choice = policy_->choose();
+  predictions_.push_back({choice.budget, 0, choice.tokens, choice.seconds});
+  budget_ = replays_ ? budget_step(choice.budget, shape().budget) : choice.budget;
+  width_ = std::min(budget_, vocab_);
 }
 
 void Run::keep(int request, const Record& record) {
@@ -40,8 +53,8 @@ void Run::keep(int request, const Record& record) {
   if (keep_traces_) p.traces.push_back(trace_of(request, record));
   if (keep_logits_)
     for (int i = 0; i <= record.kept; ++i) {
-      const size_t row = static_cast<size_t>(request) * (static_cast<size_t>(shape().budget) + 1) +
-                         static_cast<size_t>(record.path[i]);
+      const size_t row =
+          static_cast<size_t>(request) * (static_cast<size_t>(budget_) + 1) + static_cast<size_t>(record.path[i]);
       const std::vector<float> logits =
           download(d_->logits + row * static_cast<size_t>(vocab_), static_cast<size_t>(vocab_));
       p.logits.insert(p.logits.end(), logits.begin(), logits.end());
@@ -50,7 +63,7 @@ void Run::keep(int request, const Record& record) {
 
 TraceRound Run::trace_of(int request, const Record& record) const {
   const Buffers& d = *d_;
-  const size_t r = static_cast<size_t>(request), n = static_cast<size_t>(shape().budget) + 1,
+  const size_t r = static_cast<size_t>(request), n = static_cast<size_t>(budget_) + 1,
                used = static_cast<size_t>(record.nodes) + 1;
   TraceRound t{};
   t.nodes = record.nodes;
@@ -58,14 +71,13 @@ TraceRound Run::trace_of(int request, const Record& record) const {
   t.depths = record.list_depths;
   // A request's own lists are as wide as its nodes in this round, or the vocabulary, or 1 for a chain.
   const int nodes = std::min(budgets_[r], capacities_[r] - record.prefix_length - 1);
-  t.width = method_ == KDTREE_DDTREE ? std::min({shape().width, nodes, vocab_}) : shape().width;
+  t.width = method_ == KDTREE_DDTREE ? std::min({width_, nodes, vocab_}) : width_;
   if (t.depths > 0)
     for (int depth = 0; depth < t.depths; ++depth) {
       const size_t row = (r * static_cast<size_t>(shape().depth) + static_cast<size_t>(depth));
       const std::vector<int32_t> ids =
-          download(d.ids + row * static_cast<size_t>(shape().width), static_cast<size_t>(t.width));
-      const std::vector<float> lp =
-          download(d.lp + row * static_cast<size_t>(shape().width), static_cast<size_t>(t.width));
+          download(d.ids + row * static_cast<size_t>(width_), static_cast<size_t>(t.width));
+      const std::vector<float> lp = download(d.lp + row * static_cast<size_t>(width_), static_cast<size_t>(t.width));
       t.ids.insert(t.ids.end(), ids.begin(), ids.end());
       t.lp.insert(t.lp.end(), lp.begin(), lp.end());
       t.logz.push_back(download(d.logz + row, 1)[0]);

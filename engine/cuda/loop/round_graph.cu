@@ -26,7 +26,10 @@ class Recording {
   }
   Recording(const Recording&) = delete;
   ~Recording() {
-    if (!ended_) (void)end();  // a launch failed, or the end of the capture itself
+    if (!ended_) {
+      (void)end();               // a launch failed
+      (void)cudaGetLastError();  // or the next launch's check would report this call's error again
+    }
     if (graph_ != nullptr) (void)cudaGraphDestroy(graph_);
     (void)cudaStreamDestroy(stream_);
   }

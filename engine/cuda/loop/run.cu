@@ -5,6 +5,7 @@
 namespace kdtree {
 namespace {
 
+constexpr int kWholeRound = -1;
 constexpr int kStages[] = {KDTREE_STAGE_DRAFT, KDTREE_STAGE_TREE_BUILD, KDTREE_STAGE_VERIFY, KDTREE_STAGE_COMMIT};
 
 // Puts a stream back.
@@ -54,7 +55,7 @@ void Run::prefill() {
     for (Progress& progress : progress_) progress.logits.clear();
   for (int begin = 0; begin < prompt_stride_; begin += chunk) {
     const int width = std::min(chunk, prompt_stride_ - begin);  // of the longest prompt's rest
-    require(plan_prompt(d.control,
+    require(plan_prompt(control(),
                         {prompts_, d.prompt_lengths, prompt_stride_, begin, width, d.prompt_tokens, d.prompt_positions,
                          d.last_positions, d.ends},
                         stream_));
@@ -68,7 +69,7 @@ void Run::prefill() {
     decoder_->target().forward(pass, stream_);
     choose(d.prompt_logits, 1, nullptr, d.last_positions, d.ends, d.prompt_choices, d.prompt_choice_workspace,
            d.prompt_choice_bytes);
-    require(keep_choices(d.control, d.ends, d.prompt_choices, d.first_roots, stream_));
+    require(keep_choices(control(), d.ends, d.prompt_choices, d.first_roots, stream_));
     if (shape().dflash)
       decoder_->drafter()->observe(d.prompt_features, width, nullptr, 0, d.observed, d.prefix, requests_, stream_);
     if (keep_logits_) {
@@ -80,23 +81,30 @@ void Run::prefill() {
               download(d.prompt_logits + r * static_cast<size_t>(vocab_), static_cast<size_t>(vocab_));
     }
   }
-  require(end_prompt(d.control, d.first_roots, d.prompt_lengths, stream_));
+  require(end_prompt(control(), d.first_roots, d.prompt_lengths, stream_));
   prefilled_ = true;
   fetch();
   collect();
 }
 
+// The arrays of a round have its size, whatever the most is that they have room for.
+Control Run::control() const {
+  Control control = d_->control;
+  control.width = budget_ + 1;
+  return control;
+}
+
 Rows Run::rows() const {
   const Buffers& d = *d_;
   const bool tree = method_ == KDTREE_DDTREE;  // a chain needs no paths
-  return Rows{requests_,   shape().budget + 1,       d.rows_used,       d.prefix,    d.tokens,
-              d.positions, tree ? d.paths : nullptr, shape().depth + 1, d.visibility};
+  return Rows{requests_,         budget_ + 1, d.rows_used, d.prefix, d.tokens, d.positions, tree ? d.paths : nullptr,
+              shape().depth + 1, d.visibility};
 }
 
 void Run::draft(Trace* trace) {
   const Buffers& d = *d_;
-  require(plan_round(d.control, stream_));
-  if (shape().width == 0) return;
+  require(plan_round(control(), stream_));
+  if (width_ == 0) return;
   if (shape().dflash) decoder_->drafter()->propose(d.root, d.context, d.draft_logits, requests_, stream_, trace);
   if (shape().stand_ins)
     require(
@@ -105,13 +113,13 @@ void Run::draft(Trace* trace) {
 
 void Run::build(Trace* trace) {
   const Buffers& d = *d_;
-  if (shape().width > 0) {
+  if (width_ > 0) {
     kdtree_topk_logprob_args topk{};
     topk.struct_size = sizeof(topk);
     topk.requests = requests_;
     topk.depth_limit = shape().depth;
     topk.vocab_size = vocab_;
-    topk.k = shape().width;
+    topk.k = width_;
     topk.dtype = KDTREE_F32;
     topk.row_stride = vocab_;
     topk.logits = d.draft_logits;
@@ -129,8 +137,8 @@ void Run::build(Trace* trace) {
   tree.struct_size = sizeof(tree);
   tree.requests = requests_;
   tree.depth_limit = shape().depth;
-  tree.width = shape().width;
-  tree.budget = shape().budget;
+  tree.width = width_;
+  tree.budget = budget_;
   tree.vocab_size = vocab_;
   tree.checked = 1;
   tree.lp = d.lp;
@@ -155,24 +163,23 @@ void Run::build(Trace* trace) {
   require(kdtree_tree_build(&tree));
   if (trace == nullptr) return;
   const int64_t lists = static_cast<int64_t>(requests_) * shape().depth,
-                nodes = static_cast<int64_t>(requests_) * (shape().budget + 1);
-  trace->add("lists/ids", d.ids, lists, shape().width, shape().width, {requests_, shape().depth, shape().width},
-             stream_);
-  trace->add("lists/lp", d.lp, lists, shape().width, shape().width, {requests_, shape().depth, shape().width}, stream_);
+                nodes = static_cast<int64_t>(requests_) * (budget_ + 1);
+  trace->add("lists/ids", d.ids, lists, width_, width_, {requests_, shape().depth, width_}, stream_);
+  trace->add("lists/lp", d.lp, lists, width_, width_, {requests_, shape().depth, width_}, stream_);
   trace->add("lists/logz", d.logz, lists, 1, 1, {requests_, shape().depth}, stream_);
   trace->add("tree/node_count", d.node_count, requests_, 1, 1, {requests_}, stream_);
-  trace->add("tree/scores", d.scores, nodes, 1, 1, {requests_, shape().budget + 1}, stream_);
+  trace->add("tree/scores", d.scores, nodes, 1, 1, {requests_, budget_ + 1}, stream_);
   for (const auto& [name, array] : {std::pair<const char*, const int32_t*>{"tree/tokens", d.tokens},
                                     {"tree/parents", d.parents},
                                     {"tree/depths", d.depths},
                                     {"tree/ranks", d.ranks},
                                     {"tree/positions", d.positions}})
-    trace->add(name, array, nodes, 1, 1, {requests_, shape().budget + 1}, stream_);
+    trace->add(name, array, nodes, 1, 1, {requests_, budget_ + 1}, stream_);
 }
 
 void Run::verify(Trace* trace) {
   const Buffers& d = *d_;
-  require(plan_verify(d.control, stream_));
+  require(plan_verify(control(), stream_));
   TargetPass pass{};
   pass.rows = rows();
   pass.cache = decoder_->cache();
@@ -180,8 +187,7 @@ void Run::verify(Trace* trace) {
   pass.logits = d.logits;
   pass.features = shape().dflash ? d.features : nullptr;
   decoder_->target().forward(pass, stream_, trace);
-  choose(d.logits, shape().budget + 1, d.node_count, d.positions, d.status, d.choices, d.choice_workspace,
-         d.choice_bytes);
+  choose(d.logits, budget_ + 1, d.node_count, d.positions, d.status, d.choices, d.choice_workspace, d.choice_bytes);
 }
 
 void Run::commit() {
@@ -189,7 +195,7 @@ void Run::commit() {
   kdtree_tree_accept_args accept{};
   accept.struct_size = sizeof(accept);
   accept.requests = requests_;
-  accept.budget = shape().budget;
+  accept.budget = budget_;
   accept.depth_limit = shape().depth;
   accept.node_count = d.node_count;
   accept.tokens = d.tokens;
@@ -201,7 +207,7 @@ void Run::commit() {
   accept.bonus = d.bonus;
   accept.stream = stream_;
   require(kdtree_tree_accept(&accept));
-  require(cut_path(d.control, stream_));
+  require(cut_path(control(), stream_));
   kdtree_kv_compact_args compact{};
   compact.struct_size = sizeof(compact);
   compact.requests = requests_;
@@ -214,9 +220,9 @@ void Run::commit() {
   compact.stream = stream_;
   require(kdtree_kv_compact(&compact));
   if (shape().dflash)
-    decoder_->drafter()->observe(d.features, shape().budget + 1, d.path, shape().depth + 1, d.observed, d.prefix,
-                                 requests_, stream_);
-  require(end_round(d.control, stream_));
+    decoder_->drafter()->observe(d.features, budget_ + 1, d.path, shape().depth + 1, d.observed, d.prefix, requests_,
+                                 stream_);
+  require(end_round(control(), stream_));
 }
 
 int Run::active() const {
@@ -235,28 +241,35 @@ int Run::round() {
   const auto launches = [this] {
     for (const int stage : kStages) launch_stage(stage, nullptr);
   };
-  if (const RoundGraph* graph = graph_of(launches, &d_->round)) {
+  if (const RoundGraph* graph = graph_of(kWholeRound, launches)) {
     graph->launch(stream_);
     ++replayed_;
   } else {
     launches();
-    d_->launched = true;
+    d_->launched.insert(budget_);
   }
   return collect();
 }
 
 // The graph of some launches, captured if it is not there yet; NULL where they are to be made one by one. So are those
-// of the first round on some arrays: what is loaded or asked for at a first launch is then known.
-const RoundGraph* Run::graph_of(const std::function<void()>& launches, std::unique_ptr<RoundGraph>* kept) {
-  if (!replays_ || !d_->launched) return nullptr;
-  if (*kept == nullptr) {
+// of the first round of a size on some arrays: what is loaded or asked for at a first launch is then known.
+const RoundGraph* Run::graph_of(int stage, const std::function<void()>& launches) {
+  if (!replays_ || d_->launched.count(budget_) == 0) return nullptr;
+  std::unique_ptr<RoundGraph>& kept = d_->graphs[{stage, budget_}];
+  if (kept == nullptr) {
     const StreamOf own(&stream_);
-    *kept = std::make_unique<RoundGraph>([&](cudaStream_t stream) {
-      stream_ = stream;
-      launches();
-    });
+    try {
+      kept = std::make_unique<RoundGraph>([&](cudaStream_t stream) {
+        stream_ = stream;
+        launches();
+      });
+    } catch (const EngineFailure&) {
+      // No memory for a graph, or nobody may capture: the run goes on kernel by kernel, and what is wrong with a kernel
+      // is found there.
+      replays_ = false;
+    }
   }
-  return kept->get();
+  return kept.get();
 }
 
 void Run::launch_stage(int stage, Trace* trace) {
@@ -284,7 +297,7 @@ int Run::stage(int stage, Trace* trace) {
     started_ = Clock::now();
   }
   const auto launches = [this, stage, trace] { launch_stage(stage, trace); };
-  const RoundGraph* const graph = trace == nullptr ? graph_of(launches, &d_->stages[stage]) : nullptr;
+  const RoundGraph* const graph = trace == nullptr ? graph_of(stage, launches) : nullptr;
   if (clock_ == nullptr) clock_ = std::make_unique<StageClock>();
   clock_->start(stream_);
   if (graph != nullptr)
@@ -294,7 +307,7 @@ int Run::stage(int stage, Trace* trace) {
   clock_->stop(stream_);
   require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   seconds_[stage] = clock_->seconds();
-  d_->launched |= stage == KDTREE_STAGE_COMMIT;
+  if (stage == KDTREE_STAGE_COMMIT) d_->launched.insert(budget_);
   next_stage_ = stage == KDTREE_STAGE_COMMIT ? static_cast<int>(KDTREE_STAGE_DRAFT) : stage + 1;
   return stage == KDTREE_STAGE_COMMIT ? collect() : active();
 }

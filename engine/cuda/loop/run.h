@@ -45,6 +45,8 @@ class Run {
   int requests() const { return requests_; }
   int vocab_size() const { return vocab_; }
   int replayed() const { return replayed_; }  // rounds
+  // What was expected of each round, and of the one to come; empty without a policy.
+  const std::vector<kdtree_prediction>& predictions() const { return predictions_; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -57,7 +59,7 @@ class Run {
   void verify(Trace* trace);
   void commit();
   void launch_stage(int stage, Trace* trace);
-  const RoundGraph* graph_of(const std::function<void()>& launches, std::unique_ptr<RoundGraph>* kept);
+  const RoundGraph* graph_of(int stage, const std::function<void()>& launches);
   void fetch();   // the records of a round, once it has come to its end
   int collect();  // waits for them
   void keep(int request, const Record& record);
@@ -65,6 +67,9 @@ class Run {
   int active() const;
   Rows rows() const;
   const Shape& shape() const { return d_->shape; }
+  Control control() const;
+  size_t rows_of_block() const { return static_cast<size_t>(budget_) + 1; }
+  void choose_budget();
 
   Decoder* decoder_;
   cudaStream_t stream_;
@@ -72,6 +77,9 @@ class Run {
   bool keep_traces_, keep_logits_, replays_;
   bool prefilled_ = false;
   int replayed_ = 0;
+  int budget_ = 0, width_ = 0;  // B and K of the round
+  std::unique_ptr<BudgetPolicy> policy_;
+  std::vector<kdtree_prediction> predictions_;
   int next_stage_ = KDTREE_STAGE_DRAFT;
   std::unique_ptr<Buffers> d_;
   Arena prompt_arena_;

@@ -19,25 +19,44 @@ Run::Run(Decoder* decoder, const kdtree_run_args& args)
   require(arguments.range("method", args.method, KDTREE_AR, KDTREE_DDTREE)
               .range("requests", args.requests, 1, decoder->args().max_requests)
               .range("eager", args.eager, 0, 1)
-              .range("reserved", args.reserved, 0, 0)
+              .range("cost_count", args.cost_count, 0, args.method == KDTREE_DDTREE ? INT32_MAX : 0)
+              .array("cost_rows", args.cost_rows, alignof(int32_t), args.cost_count > 0)
+              .array("cost_seconds", args.cost_seconds, alignof(double), args.cost_count > 0)
               .array("request", args.request, alignof(kdtree_request))
               .status());
   if (decoder->busy) throw EngineFailure(KDTREE_SIZE, "kdtree_run_create: the engine has a run already");
   for (int r = 0; r < requests_; ++r) check_request(r, args.request[r], method_, decoder);
   if (args.full_cost != 0 && method_ != KDTREE_AR && decoder->drafter() == nullptr)
     throw EngineFailure(KDTREE_SIZE, "kdtree_run_create: full_cost is that of a drafter, the engine has none");
+  for (int i = 0; i < args.cost_count; ++i)
+    if (args.cost_rows[i] <= (i > 0 ? args.cost_rows[i - 1] : 0) || !(args.cost_seconds[i] > 0))
+      throw EngineFailure(KDTREE_SIZE, "kdtree_run_create: costs are of ascending rows and positive, number " +
+                                           std::to_string(i) + " is " + std::to_string(args.cost_seconds[i]) +
+                                           " s of " + std::to_string(args.cost_rows[i]) + " rows");
   const OnDevice here(decoder->args().device);
   progress_.resize(static_cast<size_t>(requests_));
   records_.resize(progress_.size());
-  take_up(args);
+  try {
+    take_up(args);
+  } catch (const EngineFailure& failure) {
+    if (failure.status != KDTREE_CUDA || !decoder->drop_spare()) throw;  // they may hold the memory that was missing
+    d_.reset();
+    prompt_arena_ = Arena();
+    stand_in_arenas_.clear();
+    take_up(args);
+  }
   decoder->busy = true;
 }
 
 Run::~Run() {
   try {
     const OnDevice here(decoder_->args().device);
-    // Nothing may still use what is given back; nothing runs on a broken device.
-    if (cudaStreamSynchronize(stream_) == cudaSuccess) decoder_->give_back(std::move(d_));
+    // Nothing may still use what is given back; nothing runs on a broken device. Only what is counted in steps fits
+    // again.
+    if (cudaStreamSynchronize(stream_) != cudaSuccess)
+      (void)cudaGetLastError();  // or the next launch's check would report it
+    else if (replays_)
+      decoder_->give_back(std::move(d_));
   } catch (const std::exception&) {
   }
   decoder_->busy = false;
@@ -92,8 +111,15 @@ void Run::take_up(const kdtree_run_args& args) {
   capacities_.assign(capacities.begin(), capacities.end());
   shape.longest = *std::max_element(capacities_.begin(), capacities_.end());
 
+  shape.policy = args.cost_count > 0;
+  if (shape.policy)
+    policy_ = std::make_unique<BudgetPolicy>(
+        std::vector<int32_t>(args.cost_rows, args.cost_rows + args.cost_count),
+        std::vector<double>(args.cost_seconds, args.cost_seconds + args.cost_count), shape.budget, requests_);
   if (replays_) shape = shape.bucket(decoder_->args().max_budget, decoder_->args().capacity, vocab_);
   d_ = decoder_->take(shape);
+  budget_ = shape.budget;
+  width_ = shape.width;
   const Buffers& d = *d_;
 
   std::vector<int32_t> prompts(requests * static_cast<size_t>(prompt_stride_)),

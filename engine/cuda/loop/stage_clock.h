@@ -1,5 +1,6 @@
-// How long the device takes for what is launched on a stream: between two events, so that neither the host's launches
-// in front nor its wait behind count. In the host library, which runs what is launched at once: by the host's clock.
+// How long the device takes for what is launched on a stream, between two events. That holds the start of a graph, or
+// the waits for the host between single launches, but neither the launch in front nor the wait behind. In the host
+// library, which runs what is launched at once: by the host's clock.
 #pragma once
 
 #include <chrono>
