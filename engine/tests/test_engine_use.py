@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import kdtr
-from engine import abi
+from engine import abi, checkpoint, decode_abi
 from engine.build import CUDA_NAME
-from engine.decode_abi import STAGES
+from engine.decode_abi import STAGES, Handle
 from engine.engine import Engine
-from engine.request import DFlash, NoisyOracle, Oracle, Replay, Request
+from engine.request import DFlash, Filled, NoisyOracle, Oracle, Replay, Request
 from engine.run import DecodeError
 from engine.tests.decoding import PROMPT, VOCABULARY, assert_same, micro_target, noisy, write_model
 from reference.checkpoint import load_target
@@ -345,14 +346,37 @@ def test_what_an_engine_cannot_be_or_do_is_told(world, tmp_path):
 
 def test_whether_rounds_are_replayed_is_told(world):
     """Kernels executed on the CPU have no graphs. On a GPU: test_engine_graphs.py."""
-    engine = world.engine()
-    assert engine.graphs == (world.library.path.name == CUDA_NAME)
-    for graphs in (False, True):
-        with engine.run([Request(PROMPT, 4)], "ar", graphs=graphs) as run:
-            left = run.prefill()
-            while left:
-                left = run.round()
-            assert run.replayed == (3 if graphs and engine.graphs else 0)
+    with world.new_engine() as engine:
+        assert engine.graphs == (world.library.path.name == CUDA_NAME)
+        for graphs in (False, True):
+            with engine.run([Request(PROMPT, 4)], "ar", graphs=graphs) as run:
+                left = run.prefill()
+                while left:
+                    left = run.round()
+                assert run.replayed == (3 if graphs and engine.graphs else 0)
+
+
+def test_a_caller_of_the_struct_of_a_run_before_there_were_graphs(world):
+    """What stands behind its end is not read."""
+    filled = Filled([Request(PROMPT, 3)], 0)
+    old = decode_abi.RunArgs(
+        struct_size=decode_abi.RunArgs.eager.offset, requests=1, request=filled.structs, eager=77, cost_count=78
+    )
+    with checkpoint.load(world.library, world.target_file, "model") as model:
+        sizes = decode_abi.DecoderArgs(
+            struct_size=ctypes.sizeof(decode_abi.DecoderArgs), target=model.address, max_requests=1, capacity=8
+        )
+        with (
+            Handle(world.library, "decoder", sizes) as decoder,
+            Handle(world.library, "run", decoder.address, old) as run,
+        ):
+            run.call("prefill")
+            state = decode_abi.RequestState(struct_size=ctypes.sizeof(decode_abi.RequestState))
+            run.call("state", 0, ctypes.byref(state))
+            assert state.cache_length == len(PROMPT)
+            old.struct_size += 4
+            with pytest.raises(abi.VersionError, match=f"struct_size is {old.struct_size}"):
+                Handle(world.library, "run", decoder.address, old)
 
 
 def test_facts_about_an_engine(world):

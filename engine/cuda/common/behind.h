@@ -23,7 +23,8 @@ __device__ inline void wait_for_previous() {
 
 // By every thread of a kernel that lets the next one start as soon as it may itself. In front of it a kernel may only
 // touch what nothing on the stream writes, such as weights. Whatever is launched behind another kernel must wait, so
-// that its end means the end of all before it.
+// that its end means the end of all before it. A kernel that reads more in front of its wait, as top-k reads logits,
+// is right only behind one that is launched without this, which begins when all before it has ended.
 __device__ inline void start_behind() {
   wait_for_previous();
   let_next_start();
@@ -38,7 +39,7 @@ inline kdtree_status can_wait(const void* kernel, const char* name, bool* can) {
   if (known.find(kernel, device, can)) return KDTREE_OK;
   cudaFuncAttributes attributes;
   KDTREE_RETURN_IF_FAILED(check_cuda(cudaFuncGetAttributes(&attributes, kernel), name));
-  *can = attributes.ptxVersion >= 90;
+  *can = attributes.ptxVersion >= 90;  // code of compute_80 holds no wait, also where it runs on sm_90
   known.set(kernel, device, *can);
   return KDTREE_OK;
 }

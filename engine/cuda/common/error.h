@@ -18,6 +18,7 @@ kdtree_status check_cuda(cudaError_t error, const char* what);
 // For right after a launch. Kernels run on while the host does, so their errors are found by a later call; if the
 // environment says KDTREE_LAUNCH_BLOCKING=1 every launch waits for the device, and an error names its own kernel.
 kdtree_status check_launch(const char* kernel);
+// Whether it says so.
 bool launches_wait();
 
 // Checks of a call's arguments, in order; the first that fails stays.

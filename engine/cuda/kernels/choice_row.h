@@ -9,7 +9,8 @@ constexpr int kNoChoice = -1;
 
 // Calls f(id, values) for groups of neighbours: `values` holds the floats of ids id, id + 1, ... The elements up to the
 // first boundary of 16 bytes and behind the last one come alone, those between as one load each. Of `workers` callers
-// each gets its own part, in ascending order, with kLoads loads on their way at a time.
+// each gets its own part, in ascending order, with kLoads loads on their way at a time. Plain loads: a kernel may have
+// begun before the logits were there.
 template <int kLoads, typename T, typename F>
 __device__ void for_each(const T* row, int size, int worker, int workers, F f) {
   constexpr int kWidth = 16 / sizeof(T);
@@ -27,7 +28,7 @@ __device__ void for_each(const T* row, int size, int worker, int workers, F f) {
     uint4 loaded[kLoads];
     KDTREE_UNROLL
     for (int i = 0; i < kLoads; ++i)
-      if (first + i * workers < groups) loaded[i] = __ldg(body + first + i * workers);
+      if (first + i * workers < groups) loaded[i] = body[first + i * workers];
     KDTREE_UNROLL
     for (int i = 0; i < kLoads; ++i) {
       const int group = first + i * workers;

@@ -1,5 +1,5 @@
-// Grouped-query attention of a drafter's block over its context and itself, unmasked, computed in
-// float32, of float32 or bf16.
+// Grouped-query attention of a drafter's block over its context and itself, unmasked, computed in float32, of float32
+// or bf16.
 //
 // A block takes one row and up to 4 of the query heads that share a key head; the keys are the context's, then the
 // block's own. Its warps take 32 keys each in turns, a lane one key for the scores and then some columns of the values
