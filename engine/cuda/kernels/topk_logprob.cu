@@ -4,11 +4,12 @@
 // groups and its first NaN or +inf (topk_scan.h). Then one block a row adds the sums up (topk_sum.h) and finds the K
 // best from the maxima and from the few groups that hold them (topk_select.h). Few rows take two kernels for that, so
 // that rows whose logz needs a precise sum can have more blocks for it; whichever is done last goes on. Many rows take
-// one: the last block of a row to have read its part goes on, while other blocks read other rows.
+// one: the last block of a row to have read its part goes on, while other blocks read other rows. topk_logprob.md: what
+// bounds that, what was tried.
 
+#include "common/behind.h"
 #include "common/error.h"
 #include "kernels/request.h"
-#include "kernels/topk_launch.h"
 #include "kernels/topk_scan.h"
 #include "kernels/topk_select.h"
 
@@ -174,20 +175,23 @@ __global__ void __launch_bounds__(Shared::kThreads, Shared::kThreads <= 256 ? 2 
   const int64_t first_row = static_cast<int64_t>(request) * a.depth_limit, row = first_row + depth;
   let_next_start();
   s.selection.clear();
-  if (threadIdx.x == 0) s.fault = ~0ull;
-  wait_for_previous();
-
-  // All that one look at memory can tell, also of a request that failed before, where it says nothing.
   const int limit = own_depth_limit(a, request);
-  if (threadIdx.x == 0) s.outcome = outcome_without_logits(a, request, limit);  // a block of another depth may write it
+  if (threadIdx.x == 0) {
+    s.fault = ~0ull;
+    s.outcome = outcome_without_logits(a, request, limit);  // a block of another depth may write it
+  }
+  __syncthreads();
+  const bool taken = !s.outcome.failed();  // of another request the scan left nothing
+  wait_for_previous();                     // not before: the scan itself began when all before it had ended
+
   typename Shared::Groups maxima;
-  const bool loads = part == 0 && depth < limit && depth < a.depth_limit;  // with no depth at all there is no scratch
-  maxima.load(scratch.maxima + row * plan.row_groups, loads ? plan.groups : 0);
+  const bool asked = taken && depth < limit;
+  maxima.load(scratch.maxima + row * plan.row_groups, asked && part == 0 ? plan.groups : 0);
   bool fault = false;
   if (warp_id() == 0) {
-    if (depth < limit && limit <= a.depth_limit) combine_row(plan, scratch, row, s);
+    if (asked) combine_row(plan, scratch, row, s);
   } else {
-    const int rows = limit <= a.depth_limit ? limit : 0, others = static_cast<int>(blockDim.x) - kWarp;
+    const int rows = taken ? limit : 0, others = static_cast<int>(blockDim.x) - kWarp;
     const ChunkSum* const sums = scratch.sums + first_row * plan.chunks;
     KDTREE_UNROLL_BY(4)
     for (int64_t i = static_cast<int>(threadIdx.x) - kWarp; i < static_cast<int64_t>(rows) * plan.chunks; i += others)

@@ -84,8 +84,16 @@ class Maxima {
 
   __device__ uint4 loaded(int64_t first) const {
     if (first >= groups_) return uint4{0, 0, 0, 0};
-    uint4 four = *reinterpret_cast<const uint4*>(maxima_ + first);
-    if (first + kAtOnce > groups_) {  // what lies behind the last may be anything
+    if (first + kAtOnce / 2 >= groups_) {  // a chunk of the largest groups leaves half of a load
+      const uint2 two = *reinterpret_cast<const uint2*>(maxima_ + first);
+      return kept_of(uint4{two.x, two.y, 0, 0}, first);
+    }
+    return kept_of(*reinterpret_cast<const uint4*>(maxima_ + first), first);
+  }
+
+  // Without what lies behind the last, which may be anything.
+  __device__ uint4 kept_of(uint4 four, int64_t first) const {
+    if (first + kAtOnce > groups_) {
       const int there = static_cast<int>(groups_ - first);
       const auto kept = [&](unsigned word, int i) {
         return 2 * i + 1 < there ? word : 2 * i < there ? word & 0xffffu : 0u;

@@ -114,10 +114,8 @@ __device__ inline RowSum combine(const ChunkSum* sums, int chunks) {
   exponent = __reduce_max_sync(kAllLanes, exponent);
   double sum = 0;
   const auto add = [&](const ChunkSum& part) {
-    // Unsigned: the parts of a request that failed before may hold anything.
-    const int below = static_cast<int>(static_cast<unsigned>(part.exponent) - static_cast<unsigned>(exponent));
-    if (part.sum > 0 && below > -1000 && below <= 0)
-      sum += part.sum * FastExp::rest(value_of(part.top)) * power_of_two(below);
+    const int below = part.exponent - exponent;
+    if (part.sum > 0 && below > -1000) sum += part.sum * FastExp::rest(value_of(part.top)) * power_of_two(below);
   };
   KDTREE_UNROLL
   for (int i = 0; i < kHeld; ++i) add(held[i]);

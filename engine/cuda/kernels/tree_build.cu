@@ -5,12 +5,13 @@
 // paths, visibility words, positions.
 //
 // What a tree takes is latency: a launch overlaps the end of the kernel before, the lists come in one trip to global
-// memory, while visibility is filled with zeros, all after it is done in shared memory, and the outputs leave side by
-// side. The kernel exists for 256, 512 and 1024 threads, by budget (tree_scratch.h).
+// memory, all after it is done in shared memory, visibility is filled with zeros while one warp makes an estimate, and
+// the outputs leave side by side. The kernel exists for 256, 512 and 1024 threads, by budget (tree_scratch.h).
+// tree_build.md: where the time goes.
 
 #include <algorithm>
 
-#include "kernels/topk_launch.h"
+#include "common/behind.h"
 #include "kernels/tree_output.h"
 #include "kernels/tree_parallel.h"
 #include "kernels/tree_serial.h"

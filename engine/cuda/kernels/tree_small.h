@@ -6,7 +6,7 @@
 // nodes, whatever the list. With two offers a lane, 64 nodes took an H200 longer than by tree_parallel.h.
 #pragma once
 
-#include "kernels/topk_launch.h"
+#include "common/behind.h"
 #include "kernels/tree_lists.h"
 #include "kernels/tree_output.h"
 
