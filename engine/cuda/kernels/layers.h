@@ -57,8 +57,6 @@ struct RmsNormArgs {
   const T* added = nullptr;  // this and the next two have rows as x; NULL: x alone
   const T* also = nullptr;   // may be NULL
   T* sum = nullptr;          // may be x
-  int heads = 1;  // of a row, each normed by itself, head_stride elements apart in all arrays; then no `wide`
-  int64_t head_stride = 0;
 };
 kdtree_status rms_norm(const RmsNormArgs<float>& args, cudaStream_t stream);
 kdtree_status rms_norm(const RmsNormArgs<uint16_t>& args, cudaStream_t stream);
@@ -81,32 +79,19 @@ enum class Gemm : int {
 };  // cuBLAS: peer and cross-check; its bits change with the rows
 kdtree_status linear(const LinearArgs& args, Gemm gemm, cudaStream_t stream);
 
-// The pairs of x [rows, heads, width] turn by the angle of their row's position. In place.
+// Which values of a head turn together: neighbours, or those that lie half a head apart.
 enum class RopeLayout : int { kInterleaved = 0, kHalf = 1 };
-template <typename T>
-struct RopeArgs {
-  T* x;
-  int64_t x_stride, head_stride;  // elements
-  const float* cos;               // [positions, width / 2] tables, see rope_tables
-  const float* sin;
-  const int32_t* positions;       // [rows]
-  const int32_t* node_count;      // [rows / block]: rows past the used ones are left alone; NULL: all rows are used
-  int rows, block, heads, width;  // block: N
-  RopeLayout layout;
-};
-kdtree_status rope(const RopeArgs<float>& args, cudaStream_t stream);
-kdtree_status rope(const RopeArgs<uint16_t>& args, cudaStream_t stream);
 
 // Rows m of a pass become their cache rows: of kv [M, rank + rope], in place, the latent is normed as by rms_norm and
-// the rope key turns as by rope; then row m goes to cache row prefix + i of its request, if there is one. Queries
-// [M, heads, rope], where given, turn by the same angles.
+// the rope key turns by the angle of the row's position; then row m goes to cache row prefix + i of its request, if
+// there is one. Queries [M, heads, rope], where given, turn by the same angles.
 template <typename T>
 struct LatentArgs {
   Rows rows;
   T* kv;
   int64_t kv_stride;  // elements
   const T* weight;    // [rank]
-  const float* cos;   // as of rope
+  const float* cos;   // [positions, rope / 2] tables, see rope_tables
   const float* sin;
   kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope)
   int layer;

@@ -18,9 +18,9 @@ __device__ float4 sum4(float4 a, float4 b) {
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(RmsNormArgs<T> a, bool vector) {
   __shared__ float sums[kNormThreads / kWarp];
-  const int64_t row = blockIdx.x, of_head = blockIdx.y * a.head_stride, skipped = row * a.x_stride + of_head;
+  const int64_t row = blockIdx.x, skipped = row * a.x_stride;
   const T* const x = a.added == nullptr ? a.x + skipped : a.sum + skipped;
-  T* const y = a.y + row * a.y_stride + of_head;
+  T* const y = a.y + row * a.y_stride;
   const int first = 4 * static_cast<int>(threadIdx.x), stride = 4 * static_cast<int>(blockDim.x);
   const auto load = [&](const T* from, int c) {
     return c < a.width ? load4(from + c, a.width - c, vector) : make_float4(0, 0, 0, 0);
@@ -77,10 +77,8 @@ kdtree_status rms_norm_rows(const RmsNormArgs<T>& a, cudaStream_t stream) {
   Arguments arguments("rms_norm");
   arguments.range("rows", a.rows, 1, 0x7fffffff)
       .range("width", a.width, 1, 1 << 30)
-      .range("heads", a.heads, 1, a.wide == nullptr ? 65535 : 1)
-      .range("head_stride", a.head_stride, a.heads > 1 ? a.width : 0, INT64_MAX / 65536)
-      .range("x_stride", a.x_stride, (a.heads - 1) * a.head_stride + a.width, INT64_MAX)
-      .range("y_stride", a.y_stride, (a.heads - 1) * a.head_stride + a.width, INT64_MAX)
+      .range("x_stride", a.x_stride, a.width, INT64_MAX)
+      .range("y_stride", a.y_stride, a.width, INT64_MAX)
       .array("x", a.x, sizeof(T))
       .array("weight", a.weight, sizeof(T))
       .array("y", a.y, sizeof(T))
@@ -89,10 +87,9 @@ kdtree_status rms_norm_rows(const RmsNormArgs<T>& a, cudaStream_t stream) {
       .array("also", a.also, sizeof(T), false)
       .array("sum", a.sum, sizeof(T), a.added != nullptr);
   KDTREE_RETURN_IF_FAILED(arguments.status());
-  const bool vector =
-      fours<T>({a.x, a.weight, a.y, a.added, a.also, a.sum}, {a.x_stride, a.y_stride, a.head_stride, a.width}) &&
-      fours({a.wide}, {a.width});
-  const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(a.heads));
+  const bool vector = fours<T>({a.x, a.weight, a.y, a.added, a.also, a.sum}, {a.x_stride, a.y_stride, a.width}) &&
+                      fours({a.wide}, {a.width});
+  const dim3 grid(static_cast<unsigned>(a.rows));
   return launch_behind("rms_norm_kernel", rms_norm_kernel<T>, grid, norm_threads(a.width), 0, stream, a, vector);
 }
 

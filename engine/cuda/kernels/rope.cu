@@ -1,30 +1,13 @@
-// Rotary embedding: pair i of a head turns by the angle of its row's position. A thread for a pair.
+// Tables of rotary embedding: cosines and sines of the angles by which the pairs of a head turn at each position.
 
 #include <cmath>
 #include <vector>
 
-#include "common/behind.h"
 #include "kernels/rope.h"
 
 namespace kdtree {
 namespace {
 
-constexpr int kThreads = 128;
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> a) {
-  start_behind();
-  const int row = static_cast<int>(blockIdx.x);
-  if (a.node_count != nullptr && row % a.block > a.node_count[row / a.block]) return;
-  const int half = a.width / 2;
-  const int64_t pair = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x;
-  if (pair >= static_cast<int64_t>(a.heads) * half) return;
-  const int64_t entry = static_cast<int64_t>(a.positions[row]) * half;
-  turn_pair(a.x + row * a.x_stride + pair / half * a.head_stride, a.width, static_cast<int>(pair % half), a.cos + entry,
-            a.sin + entry, a.layout);
-}
-
-// Which (fractional) pair makes `rotations` full turns over the original context.
 double turning_pair(const RopeParameters& p, double rotations, int width) {
   constexpr double kPi = 3.14159265358979323846;
   return width * std::log(p.original_length / (rotations * 2 * kPi)) / (2 * std::log(p.theta));
@@ -54,32 +37,7 @@ std::vector<float> frequencies(const RopeParameters& p, int width) {
   return result;
 }
 
-template <typename T>
-kdtree_status rope_rows(const RopeArgs<T>& a, cudaStream_t stream) {
-  Arguments arguments("rope");
-  arguments.range("rows", a.rows, 1, 0x7fffffff)
-      .range("heads", a.heads, 1, 1 << 20)
-      .range("width", a.width, 2, 1 << 20)
-      .range("width % 2", a.width % 2, 0, 0)
-      .range("heads * width / 2", static_cast<int64_t>(a.heads) * (a.width / 2), 1, 65535 * kThreads)
-      .range("layout", static_cast<int>(a.layout), 0, 1)
-      .array("x", a.x, sizeof(T))
-      .array("cos", a.cos, sizeof(float))
-      .array("sin", a.sin, sizeof(float))
-      .array("positions", a.positions, sizeof(int32_t))
-      .array("node_count", a.node_count, sizeof(int32_t), false);
-  if (a.heads > 1) arguments.range("head_stride", a.head_stride, a.width, INT64_MAX);
-  if (a.node_count != nullptr) arguments.range("block", a.block, 1, a.rows);
-  KDTREE_RETURN_IF_FAILED(arguments.status());
-  const int64_t pairs = static_cast<int64_t>(a.heads) * (a.width / 2);
-  const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(pairs, kThreads)));
-  return launch_behind("rope_kernel", rope_kernel<T>, grid, dim3(kThreads), 0, stream, a);
-}
-
 }  // namespace
-
-kdtree_status rope(const RopeArgs<float>& args, cudaStream_t stream) { return rope_rows(args, stream); }
-kdtree_status rope(const RopeArgs<uint16_t>& args, cudaStream_t stream) { return rope_rows(args, stream); }
 
 void rope_tables(const RopeParameters& parameters, int width, int positions, float* cos, float* sin) {
   const std::vector<float> frequency = frequencies(parameters, width);

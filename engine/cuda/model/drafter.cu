@@ -38,7 +38,7 @@ __global__ void gather_kernel(const T* features, int width, int columns, const i
   }
 }
 
-// One head [dim], in place, by a block: normed as by rms_norm, then turned as by rope.
+// One head [dim], in place, by a block: normed as by rms_norm, then turned by its angles.
 template <typename T>
 __device__ void norm_and_turn(T* head, int dim, const T* weight, float eps, const float* cos, const float* sin,
                               bool vector) {

@@ -27,6 +27,31 @@ std::vector<uint32_t> bits_of(const std::vector<T>& values) {
     return {values.begin(), values.end()};
 }
 
+// As the reference turns a head, rounded once.
+template <typename T>
+void turn(T* head, int width, const float* cos, const float* sin, RopeLayout layout) {
+  const bool half = layout == RopeLayout::kHalf;
+  const auto value = [](T stored) {
+    if constexpr (std::is_same_v<T, float>)
+      return stored;
+    else
+      return check::wide_of(stored);
+  };
+  const auto kept = [](float value) {
+    if constexpr (std::is_same_v<T, float>)
+      return value;
+    else
+      return check::narrow_of(value);
+  };
+  for (int i = 0; i < width / 2; ++i) {
+    T& first = head[half ? i : 2 * i];
+    T& second = head[half ? i + width / 2 : 2 * i + 1];
+    const float x = value(first), y = value(second);
+    first = kept(x * cos[i] - y * sin[i]);
+    second = kept(y * cos[i] + x * sin[i]);
+  }
+}
+
 constexpr int kRows = 3;  // of a block; two blocks
 
 // Two requests with prefixes 0 and 3; the second has no room for its third row, and in a paged cache its second
@@ -62,11 +87,15 @@ void write_rows(int rank, int rope_width, RopeLayout layout, bool paged, int shi
   std::vector<T> right_memory = memory.read(), right = given;
   T* const x = alone.get() + shift;
   CHECK_OK(rms_norm(RmsNormArgs<T>{x, stride, weight.get() + shift, x, stride, 2 * kRows, rank, 1e-6f}, nullptr));
-  if (rope_width > 0)
-    CHECK_OK(rope(RopeArgs<T>{x + rank, stride, 0, cos.get(), sin.get(), positions.get(), node_count.get(), 2 * kRows,
-                              kRows, 1, rope_width, layout},
-                  nullptr));
-  const std::vector<T> computed = alone.read();
+  const std::vector<int32_t> places_of = positions.read();
+  const std::vector<float> all_cos = cos.read(), all_sin = sin.read();
+  const auto turn_row = [&](T* head, int number) {
+    if (number == 2) return;  // the one that is not used
+    const size_t entry = static_cast<size_t>(places_of[number]) * rope_width / 2;
+    turn(head, rope_width, all_cos.data() + entry, all_sin.data() + entry, layout);
+  };
+  std::vector<T> computed = alone.read();
+  for (int number = 0; number < 2 * kRows; ++number) turn_row(computed.data() + shift + number * stride + rank, number);
   const auto expect = [&](int number, int place) {
     const auto from = computed.begin() + shift + number * stride;
     std::copy_n(from, row, right.begin() + shift + number * stride);
@@ -83,18 +112,19 @@ void write_rows(int rank, int rope_width, RopeLayout layout, bool paged, int shi
   // Heads that lie apart in rows that hold more; with them more pairs than a block has threads.
   constexpr int kHeads = 9;
   const int between = rope_width + 3, query_stride = kHeads * between + 1;
-  const check::Array<T> queries(noise_of<T>(11, static_cast<size_t>(2 * kRows) * query_stride)), turned(queries.read());
+  const check::Array<T> queries(noise_of<T>(11, static_cast<size_t>(2 * kRows) * query_stride));
+  std::vector<T> turned = queries.read();
   if (rope_width > 0) {
     a.queries = queries.get();
     a.query_stride = query_stride;
     a.head_stride = between;
     a.heads = kHeads;
-    CHECK_OK(rope(RopeArgs<T>{turned.get(), query_stride, between, cos.get(), sin.get(), positions.get(),
-                              node_count.get(), 2 * kRows, kRows, kHeads, rope_width, layout},
-                  nullptr));
+    for (int number = 0; number < 2 * kRows; ++number)
+      for (int head = 0; head < kHeads; ++head)
+        turn_row(turned.data() + number * query_stride + head * between, number);
   }
   CHECK_OK(latents(a, nullptr));
-  CHECK_EQUAL_ALL(bits_of(queries.read()), bits_of(turned.read()), "queries");
+  CHECK_EQUAL_ALL(bits_of(queries.read()), bits_of(turned), "queries");
   CHECK_EQUAL_ALL(bits_of(kv.read()), bits_of(right), "rows of the pass");
   CHECK_EQUAL_ALL(bits_of(memory.read()), bits_of(right_memory), paged ? "paged" : "contiguous");
 }
@@ -128,24 +158,6 @@ void norm_sums(int width, int shift) {
   }
 }
 
-// Heads that lie side by side in rows that hold more: each as a row of its own, and nothing else touched.
-template <typename T>
-void norm_heads(int width) {
-  const int rows = 3, heads = 4, between = width + 2, stride = heads * between + 3;
-  const size_t size = static_cast<size_t>(rows) * stride;
-  const check::Array<T> x(noise_of<T>(9, size)), right(x.read()), weight(noise_of<T>(10, width));
-  RmsNormArgs<T> a{x.get(), stride, weight.get(), x.get(), stride, rows, width, 1e-5f};
-  a.heads = heads;
-  a.head_stride = between;
-  CHECK_OK(rms_norm(a, nullptr));
-  for (int row = 0; row < rows; ++row)
-    for (int head = 0; head < heads; ++head) {
-      T* const one = right.get() + row * stride + head * between;
-      CHECK_OK(rms_norm(RmsNormArgs<T>{one, width, weight.get(), one, width, 1, width, 1e-5f}, nullptr));
-    }
-  CHECK_EQUAL_ALL(bits_of(x.read()), bits_of(right.read()), "x");
-}
-
 }  // namespace
 
 TEST(cache_rows_go_behind_the_prefix) {
@@ -164,13 +176,6 @@ TEST(norms_of_sums) {
       norm_sums<float>(width, shift);
       norm_sums<uint16_t>(width, shift);
     }
-}
-
-TEST(norms_of_heads) {
-  for (const int width : {2, 6, 128}) {
-    norm_heads<float>(width);
-    norm_heads<uint16_t>(width);
-  }
 }
 
 TEST(refusals) {
@@ -203,13 +208,4 @@ TEST(refusals) {
   CHECK_STATUS(latents(a, nullptr), KDTREE_POINTER);
   CHECK_STATUS(rms_norm(RmsNormArgs<float>{p, 4, p, p, 4, 1, 4, 0, nullptr, p}, nullptr), KDTREE_POINTER);
   CHECK_STATUS(rms_norm(RmsNormArgs<float>{p, 4, p, p, 4, 1, 4, 0, nullptr, nullptr, p, p}, nullptr), KDTREE_POINTER);
-  RmsNormArgs<float> heads{p, 8, p, p, 8, 1, 4, 0};
-  heads.heads = 2;
-  heads.head_stride = 4;
-  CHECK_OK(rms_norm(heads, nullptr));
-  heads.x_stride = 7;
-  CHECK_STATUS(rms_norm(heads, nullptr), KDTREE_SIZE);
-  heads.x_stride = 8;
-  heads.wide = p;
-  CHECK_STATUS(rms_norm(heads, nullptr), KDTREE_SIZE);
 }

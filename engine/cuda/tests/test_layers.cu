@@ -119,52 +119,44 @@ TEST(rms_norm_bits_depend_on_the_row_alone) {
   }
 }
 
-TEST(rope_golden) {
+// As the queries of cache rows, of which there is but a latent of one value.
+TEST(rotations_golden) {
   const kdtr::File file = check::golden("op_rope.kdtr");
   for (const std::string& name : golden_cases(file, "rotate")) {
     const kdtr::Tensor out = file.at(name + "/out");
     const int rows = extent(out, 0), heads = extent(out, 1), width = extent(out, 2);
     const check::Array<float> x = floats(file, name + "/x"), cos = floats(file, name + "/cos"),
-                              sin = floats(file, name + "/sin");
+                              sin = floats(file, name + "/sin"), kv(rows * (1 + width)), weight({1}),
+                              memory(rows * (1 + width));
     std::vector<int32_t> each(rows);
     for (int row = 0; row < rows; ++row) each[row] = row;
-    const check::Array<int32_t> positions(each);
-    RopeArgs<float> a{};
-    a.x = x.get();
-    a.x_stride = heads * width;
-    a.head_stride = width;
+    const check::Array<int32_t> positions(each), node_count({rows - 1}), prefix({0});
+    LatentArgs<float> a{};
+    a.rows.requests = 1;
+    a.rows.width = rows;
+    a.rows.node_count = node_count.get();
+    a.rows.prefix_lengths = prefix.get();
+    a.rows.positions = positions.get();
+    a.kv = kv.get();
+    a.kv_stride = 1 + width;
+    a.weight = weight.get();
     a.cos = cos.get();
     a.sin = sin.get();
-    a.positions = positions.get();
-    a.rows = rows;
-    a.heads = heads;
-    a.width = width;
+    a.cache.base = memory.get();
+    a.cache.row_bytes = (1 + width) * static_cast<int>(sizeof(float));
+    a.cache.row_stride = a.cache.row_bytes;
+    a.cache.layers = 1;
+    a.cache.capacity = rows;
+    a.rank = 1;
+    a.rope = width;
     a.layout = file.at(name + "/layout").text() == "half" ? RopeLayout::kHalf : RopeLayout::kInterleaved;
-    CHECK_OK(rope(a, nullptr));
+    a.queries = x.get();
+    a.query_stride = heads * width;
+    a.head_stride = width;
+    a.heads = heads;
+    CHECK_OK(latents(a, nullptr));
     kdtr::compare(out, x.read()).raise_if_failed();
   }
-}
-
-TEST(rope_leaves_unused_rows_and_other_columns_alone) {
-  const int rows = 6, heads = 2, width = 4, head_stride = 7, stride = 20;
-  const std::vector<float> before = check::noise(4, rows * stride);
-  const check::Array<float> x(before);
-  const std::vector<float> cos = {1, 1, 0.5f, 0.25f}, sin = {0, 0, -0.5f, 2};  // of positions 0 and 1
-  const check::Array<float> device_cos(cos), device_sin(sin);
-  const check::Array<int32_t> positions({1, 1, -5, 1 << 30, 1 << 30, -1}), node_count({1, -1});
-  CHECK_OK(rope({x.get() + 3, stride, head_stride, device_cos.get(), device_sin.get(), positions.get(),
-                 node_count.get(), rows, 3, heads, width, RopeLayout::kHalf},
-                nullptr));
-  std::vector<float> right = before;
-  for (int row = 0; row < 2; ++row)
-    for (int head = 0; head < heads; ++head)
-      for (int i = 0; i < 2; ++i) {
-        const size_t at = row * stride + 3 + head * head_stride + i;
-        const float a = before[at], b = before[at + 2], c = cos[2 + i], s = sin[2 + i];
-        right[at] = a * c - b * s;
-        right[at + 2] = b * c + a * s;
-      }
-  CHECK_EQUAL_ALL(check::bits(x.read()), check::bits(right), "x");
 }
 
 TEST(rope_tables_golden) {
@@ -275,8 +267,6 @@ TEST(refusals) {
   CHECK_STATUS(add(p, nullptr, p, 4, nullptr), KDTREE_POINTER);
   CHECK_STATUS(copy_rows({p, 4, p, 3, 2, 4}, nullptr), KDTREE_SIZE);
   const check::Array<int32_t> ids(8);
-  CHECK_STATUS(rope({p, 8, 4, p, p, ids.get(), nullptr, 1, 1, 2, 3, RopeLayout::kHalf}, nullptr), KDTREE_SIZE);
-  CHECK_STATUS(rope({p, 8, 4, p, p, nullptr, nullptr, 1, 1, 2, 4, RopeLayout::kHalf}, nullptr), KDTREE_POINTER);
   const RouterArgs good{p, p, p, ids.get(), p, 1, 8, 2, 4, 2, true, 1};
   RouterArgs a = good;
   a.experts = 513;

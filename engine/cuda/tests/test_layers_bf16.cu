@@ -81,23 +81,6 @@ TEST(norms_round_the_quotient_then_the_product) {
     }
 }
 
-TEST(rotations_are_rounded_once) {
-  const int rows = 4, heads = 3, width = 6, head_stride = 7, stride = 24;
-  const check::Array<float> cos(check::noise(5, 8 * width / 2)), sin(check::noise(6, 8 * width / 2));
-  const check::Array<int32_t> positions({7, 0, 3, 5}), node_count({2});
-  for (const RopeLayout layout : {RopeLayout::kHalf, RopeLayout::kInterleaved}) {
-    const Pair x(4, rows * stride);
-    const auto turn = [&](auto* array) {
-      CHECK_OK(rope({array, stride, head_stride, cos.get(), sin.get(), positions.get(), node_count.get(), rows, rows,
-                     heads, width, layout},
-                    nullptr));
-    };
-    turn(x.bf16());
-    turn(x.f32());
-    CHECK_EQUAL_ALL(x.narrow.read(), narrow_of(x.wide.read()), "x");
-  }
-}
-
 TEST(gates_and_sums) {
   for (const int width : {1, 4, 7, 516})
     for (const int shift : {0, 3, 4}) {
