@@ -146,7 +146,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class Curve:
-    """The target's time for N rows behind a prefix, over its time for one row."""
+    """The reference's time for N rows behind a prefix, over its time for one row."""
 
     rows: tuple[int, ...] = (1, 8, 17, 33, 65, 129)
     prefix: int = 128
@@ -157,7 +157,7 @@ class Curve:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        return (*(f"n{n}" for n in self.rows), GPU)
+        return tuple(f"n{n}" for n in self.rows)
 
     @property
     def cost(self) -> float:
@@ -166,7 +166,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class NativeCurve(Curve):
-    """The same of the engine alone, in a number type."""
+    """The same of the engine on the GPU, in a number type."""
 
     rows: tuple[int, ...] = (1, 2, 3, 5, 9, 17, 33, 65, 129)
     dtype: str = "float32"

@@ -6,7 +6,6 @@ A tree of N-1 nodes pays only where its acceptance length lies above this curve.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,19 +34,10 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     except FileNotFoundError as error:
         yield from bench.not_run(case, "curve", chosen.arms, str(error))
         return
-    text = np.array(
-        [t for p in prompts.load("heldout_code") for t in p.tokens][: case.prefix + max(case.rows)], np.int32
-    )
+    text = _text(case.prefix + max(case.rows))
     case_hash = digest(case, bench.pair.digest, text.tobytes())
-    if isinstance(case, NativeCurve):
-        if not bench.is_done(chosen, case_hash):
-            yield from _native_rows(bench, chosen, case_hash, text[: case.prefix])
+    if bench.is_done(chosen, case_hash):
         return
-    native = {f"{GPU}-n{n}": n for n in case.rows} if GPU in chosen.arms and bench.engine is not None else {}
-    if bench.is_done(replace(chosen, arms=(*(arm for arm in chosen.arms if arm != GPU), *native)), case_hash):
-        return
-    if GPU in chosen.arms:
-        yield from _native_rows(bench, chosen, case_hash, text[: case.prefix])
     cache = target.new_cache(len(text))
     whole = target.forward(text, cache).logits[case.prefix :, : target.vocab_size]
     cache.commit(np.arange(case.prefix))
@@ -61,47 +51,49 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
 
     found: dict[str, Any] = {}
     counts = {f"n{n}": n for n in case.rows if n == 1 or f"n{n}" in chosen.arms}
-    if counts.keys() != {"n1"} or "n1" in chosen.arms:
-        arms = interleave(
-            {name: call(n) for name, n in counts.items()},
-            samples=10,
-            clock=cpu_clock(),
-            inspect=lambda name, _, result: found.update({name: result}),
+    arms = interleave(
+        {name: call(n) for name, n in counts.items()},
+        samples=10,
+        clock=cpu_clock(),
+        inspect=lambda name, _, result: found.update({name: result}),
+    )
+    for name, arm in arms.items():
+        n = counts[name]
+        choices: Any = (
+            choose_rows(found[name].logits[:, : target.vocab_size], GREEDY, positions[:n]) if name in found else []
         )
-        for name, arm in arms.items():
-            n = counts[name]
-            choices: Any = (
-                choose_rows(found[name].logits[:, : target.vocab_size], GREEDY, positions[:n]) if name in found else []
-            )
-            check = check_tokens(name, truth[:n], choices, margin=lambda i: float(margins[i]))
-            parity = combine("one causal pass", [check])
-            yield bench.row(
-                case,
-                case_hash,
-                "curve",
-                name,
-                against=None if name == "n1" else "n1",
-                reason=arm.failure or reason(parity),
-                params={"rows": n, "prefix": case.prefix, "system": "reference"},
-                parity=parity,
-                timing=arm.timing,
-            )
+        check = check_tokens(name, truth[:n], choices, margin=lambda i: float(margins[i]))
+        parity = combine("one causal pass", [check])
+        yield bench.row(
+            case,
+            case_hash,
+            "curve",
+            name,
+            against=None if name == "n1" else "n1",
+            reason=arm.failure or reason(parity),
+            params={"rows": n, "prefix": case.prefix, "system": "reference"},
+            parity=parity,
+            timing=arm.timing,
+        )
 
 
-def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[np.int32]) -> Iterator[Row]:
+def native_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     """The same of the engine: the verify stage of a first round with a tree of N-1 nodes, timed apart from the others.
 
     The trees are full ones of made-up lists. Choices are held against the reference's pass over the same tree.
     """
     case = chosen.case
-    assert isinstance(case, Curve)
-    dtype = case.dtype if isinstance(case, NativeCurve) else "float32"
+    assert isinstance(case, NativeCurve)
     try:
-        decoder = bench.need_engine().of(dtype)
-    except NoGpuError as error:
-        yield from bench.not_run(case, "curve", [GPU], str(error), case_hash=case_hash)
+        pair, decoder = bench.pair, bench.need_engine().of(case.dtype)
+    except (FileNotFoundError, NoGpuError) as error:
+        yield from bench.not_run(case, "curve", [GPU], str(error))
         return
-    target, prompt = bench.pair.target, prefix.tolist()
+    prefix = _text(case.prefix)
+    case_hash = digest(case, pair.digest, prefix.tobytes())
+    if bench.is_done(chosen, case_hash):
+        return
+    target, prompt = pair.target, prefix.tolist()
     lists = {len(prompt): made_up_lists(BLOCK - 1, min(max(max(case.rows) - 1, 1), target.vocab_size))}
     options: Options = {"max_new_tokens": 2 * BLOCK}
     found: dict[str, Round] = {}
@@ -110,8 +102,7 @@ def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[n
         return lambda: decoder.first_round(Arm("ddtree", n - 1), prompt, BLOCK, options, lists)
 
     counts = {f"{GPU}-n{n}": n for n in sorted({1, *case.rows})}
-    if isinstance(case, NativeCurve):
-        counts = {name: n for name, n in counts.items() if n == 1 or name in chosen.arms}
+    counts = {name: n for name, n in counts.items() if n == 1 or name in chosen.arms}
     arms = interleave(
         {name: call(n) for name, n in counts.items()},
         samples=10,
@@ -125,7 +116,7 @@ def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[n
         n, parity, why = counts[name], None, arm.failure
         if name in found:
             parity = combine(
-                "a pass over the same tree", [check_verify(name, target, prefix, found[name], MARGINS[dtype])]
+                "a pass over the same tree", [check_verify(name, target, prefix, found[name], MARGINS[case.dtype])]
             )
             why = why or reason(parity)
             if found[name].nodes != n - 1:
@@ -137,10 +128,15 @@ def _native_rows(bench: Bench, chosen: Chosen, case_hash: str, prefix: NDArray[n
             name,
             against=None if n == 1 else f"{GPU}-n1",
             reason=why,
-            params={"rows": n, "prefix": case.prefix, "system": decoder.name, "dtype": dtype},
+            params={"rows": n, "prefix": case.prefix, "system": decoder.name, "dtype": case.dtype},
             parity=parity,
             timing=arm.timing,
         )
+
+
+def _text(length: int) -> NDArray[np.int32]:
+    """The first tokens of the held-out code."""
+    return np.array([t for p in prompts.load("heldout_code") for t in p.tokens][:length], np.int32)
 
 
 def made_up_lists(depths: int, width: int, slope: float = 0.05) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

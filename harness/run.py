@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from harness import builders, curve, logits, native, records, replay, runners, slice_cost, slices
-from harness.cases import Builder, Chosen, Curve, Decode, Logits, Native, Replay, Slice, SliceCost
+from harness.cases import Builder, Chosen, Curve, Decode, Logits, Native, NativeCurve, Replay, Slice, SliceCost
 from harness.compare import Comparison
 from harness.console import say
 from harness.records import Row
@@ -77,6 +77,8 @@ def measure(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = la
             return builders.rows(bench, chosen)
         case Logits():
             return logits.rows(bench, chosen)
+        case NativeCurve():
+            return curve.native_rows(bench, chosen)
         case Curve():
             return curve.rows(bench, chosen)
         case Replay():

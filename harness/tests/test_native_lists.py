@@ -14,7 +14,7 @@ from datasets.evaluation import pair, prompts
 from engine.abi import Library, SizeError
 from engine.tests.backends import open_ops
 from harness import cases, cli, curve, details, records
-from harness.cases import Arm, Case, Curve, Replay
+from harness.cases import Arm, Case, NativeCurve, Replay
 from harness.environment import CHECKOUT
 from harness.gpu_builders import NoGpuError
 from harness.gpu_decoder import EngineDecoder, Lists
@@ -29,7 +29,7 @@ from reference.tree import build_tree
 
 FORCED = Replay("humaneval", block_size=3, budget=3, forced=1, repeats=1, max_new_tokens=4)
 RECORDED = Replay("humaneval", budget=3, repeats=1, max_new_tokens=4)
-SHORT = Curve(rows=(1, 3, 4), prefix=3)
+SHORT = NativeCurve(rows=(1, 3, 4), prefix=3)
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +181,12 @@ def test_a_script_ends_with_its_text():
 def test_the_engine_verifies_n_rows_and_is_timed_in_that_stage_alone(library, run, tmp_path):
     code, rows = run(SHORT, opened(library))
     assert code == 0
-    assert set(rows) == {"n1", "n3", "n4", "gpu-n1", "gpu-n3", "gpu-n4"}
+    assert set(rows) == {"gpu-n1", "gpu-n3", "gpu-n4"}
     for n in SHORT.rows:
         row = rows[f"gpu-n{n}"]
         assert (row.status, row.reason) == ("OK", None)
         assert row.against == (None if n == 1 else "gpu-n1")
         assert row.params == {"rows": n, "prefix": 3, "system": "engine", "dtype": "float32"}
-        assert row.case_hash == rows["n1"].case_hash
         assert row.parity is not None
         assert row.parity.compared == n
         assert row.timing is not None
@@ -238,12 +237,11 @@ def test_made_up_lists_are_lists_with_full_trees(depths, width):
 # --- Without a GPU
 
 
-@pytest.mark.parametrize("case", [FORCED, SHORT], ids=["replay", "curve"])
-def test_without_a_gpu_one_row_says_why(run, case):
-    code, rows = run(case, absent)
+def test_without_a_gpu_one_row_says_why(run):
+    code, rows = run(FORCED, absent)
     assert code == 0
     assert (rows["gpu"].status, rows["gpu"].reason) == ("NOT_RUN", "the driver is asleep")
-    assert rows["gpu"].block == ("replay" if case is FORCED else "curve")
+    assert rows["gpu"].block == "replay"
     assert not any(arm.startswith("gpu-") for arm in rows)
     assert {row.case_hash for row in rows.values()} == {rows["gpu"].case_hash}
 
@@ -260,11 +258,13 @@ def test_a_plain_decoding_that_fails_is_told(library, run):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [Replay("humaneval", repeats=2), Replay("humaneval", forced=3, repeats=2), Curve()])
+@pytest.mark.parametrize(
+    "case", [Replay("humaneval", repeats=2), Replay("humaneval", forced=3, repeats=2), NativeCurve()]
+)
 def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch, case):
     monkeypatch.undo()
     monkeypatch.setitem(cases.SUITES, "quick", (case,))
     models = str(CHECKOUT / "datasets" / "models")
     assert cli.main(["run", "-k", "gpu", "--out", str(tmp_path), "--models", models]) == 0
     rows = [row for row in records.read(tmp_path / "rows.jsonl") if row.arm.startswith("gpu")]
-    assert [(row.status, row.reason) for row in rows] == [("OK", None)] * (6 if isinstance(case, Curve) else 2)
+    assert [(row.status, row.reason) for row in rows] == [("OK", None)] * (9 if isinstance(case, NativeCurve) else 2)
