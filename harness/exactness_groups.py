@@ -279,6 +279,8 @@ def _rows(
     if (left := end - time.perf_counter()) < least:
         say(f"exactness: what it costs was not measured: that takes {least:.0f} s, {left:.0f} s are left", error=True)
         return
+    left = min(left, COST_SHARE * seconds)
+    say(f"what exactness costs: {left:.0f} s at most, or a sample of each", error=True)
     for row in exactness_cost.rows(session, groups, environment, left):
         costs.append(row)
         yield row
