@@ -187,11 +187,6 @@ __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Of two kernels in a row, if the second was launched so: its blocks may start once all blocks of the first have said
-// this or ended; what the first wrote is there once they have waited.
-__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ inline void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 #endif  // KDTREE_HAS_WGMMA
 
 }  // namespace kdtree::hopper

@@ -19,6 +19,7 @@ kdtree_status attention(const MlaAttentionBf16Args&, cudaStream_t) {
 
 #include <algorithm>
 
+#include "common/behind.h"
 #include "common/per_kernel.h"
 #include "kernels/mla_wgmma_block.h"
 
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   block.query = shared_address(aligned);
   block.tiles = block.query + kTileBytes;
   block.shared = reinterpret_cast<Shared*>(aligned + 3 * kTileBytes);
-  let_next_kernel_start();
+  let_next_start();
   if (threadIdx.x == 0) {
     prefetch_map(&map);
     KDTREE_UNROLL
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
   }
   __syncthreads();
   count = total;
-  hopper::await_kernel_before();
+  wait_for_previous();  // for nodes; lengths were there before the kernel that leaves them began
 
   const float4* const vectors = static_cast<const float4*>(a.workspace) + warp * kWarp + lane;
   int depth = 0;
@@ -290,15 +291,8 @@ kdtree_status join_nodes(const MlaAttentionBf16Args& a, const Plan& plan, unsign
   const size_t bytes = static_cast<size_t>(plan.levels()) * kJoinWarps * kWarp * sizeof(Joined<kPieces>) +
                        static_cast<size_t>(plan.items() * plan.slots) * sizeof(Listed);
   KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(kernel), "mla_attention_bf16", bytes, 128));
-  cudaLaunchAttribute early{};  // its blocks start when all of the kernel before run, and wait for their end
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(groups, 256 / kPieces / kJoinWarps), config.blockDim = dim3(kJoinWarps * kWarp);
-  config.dynamicSmemBytes = bytes, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  KDTREE_RETURN_IF_FAILED(check_cuda(cudaLaunchKernelEx(&config, kernel, a, plan), "mla_wgmma_join_kernel"));
-  return check_launch("mla_wgmma_join_kernel");
+  return launch_behind("mla_wgmma_join_kernel", kernel, dim3(groups, 256 / kPieces / kJoinWarps),
+                       dim3(kJoinWarps * kWarp), bytes, stream, a, plan);
 }
 
 }  // namespace
