@@ -4,13 +4,6 @@
 // each lane's own queue in shared memory, 40 KB and more of a multiprocessor's on their way, and are used for all rows
 // of the tile from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that
 // traffic at half of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
-//
-// Measured on one H200 in a first version (bench/bench_linear_bf16.cu), share of the 4.3 TB/s that a copy moves, in
-// parentheses cuBLAS's time over ours; tiles and slices have been retuned since, without a measurement:
-//   rows               1          8          17         33         65
-//   7168 -> 7168       80 (.96)   79 (.98)   70 (.96)   58 (.67)   51 (.60) %
-//   7168 -> 18432      87 (.96)   81 (.91)   70 (.77)   54 (.61)   48 (.54)
-//   7168 -> 2112       67 (1.27)  63 (1.20)  56 (1.08)  47 (.94)   36 (.73)
 
 #include "common/behind.h"
 #include "kernels/bf16_tile.h"
@@ -27,6 +20,7 @@ constexpr int kVeryManyOutputs = 16384;
 // Shared memory of a block: what every architecture has; on an H200 for two blocks a multiprocessor, and for one.
 constexpr size_t kLeastBytes = 96 << 10, kHalfBytes = 112 << 10, kWholeBytes = 208 << 10;
 constexpr int kMultiprocessors = 132;
+constexpr int64_t kFewWeights = 4 << 20;
 
 // tile_rows: of a block, at most Tile::kRows.
 template <class Tile>
@@ -82,10 +76,11 @@ kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream
   return launch_tile<Least>(a, tile_rows, stream);
 }
 
-// Blocks of the smallest tiles that all run at once: such weights are read several times from L2 for nothing, and what
-// counts is how long a block takes.
+// Small weights in blocks of the smallest tiles that all run at once: they are read several times from L2 for nothing,
+// and what counts is how long a block takes.
 bool few_blocks(const LinearBf16Args& a) {
-  return ceil_div(a.rows, 3 * kBf16Rows) * ceil_div(a.out, kBf16Outs) * a.batch <= 2 * kMultiprocessors;
+  return static_cast<int64_t>(a.out) * a.in * a.batch <= kFewWeights &&
+         ceil_div(a.rows, 3 * kBf16Rows) * ceil_div(a.out, kBf16Outs) * a.batch <= 2 * kMultiprocessors;
 }
 
 kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_t stream) {
