@@ -266,7 +266,7 @@ _QUICK: tuple[Case, ...] = (
     Curve(),
     Replay("humaneval"),
     Replay("humaneval", forced=3),
-    *(Native("humaneval", budgets=(16, 64), prompts=4, max_new_tokens=64, dtype=dtype) for dtype in DTYPES),
+    *(Native("humaneval", budgets=(16, 64), max_new_tokens=64, dtype=dtype) for dtype in DTYPES),
     *(NativeCurve(dtype=dtype) for dtype in DTYPES),
 )
 # The engine's speed on the GPU: every set in both number types, and what N rows cost.

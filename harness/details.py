@@ -320,7 +320,8 @@ DEFINITIONS = Section(
         "equal: output tokens, accepted counts and trees are those of the reference; (n) = n places where the target's "
         "two best choices were closer than the allowed margin.",
         "loop eff.: speed-up / (tau * T_AR / (T_draft + T_verify)), the share of the possible gain that the loop "
-        "delivers; of the engine alone, T_draft and T_verify are those of the extra run of its first prompt. Stage "
+        "delivers; of the engine alone, T_draft and T_verify are those of the extra run of its first prompt, where "
+        "each stage is a launch of its own and takes a little longer than in a whole round: that errs upwards. Stage "
         "shares come from extra runs with marks between the stages; they are never used for speeds.",
         "times: median, with digits that end at the noise (quartiles or interval); n/a: why stands below the table.",
     ),

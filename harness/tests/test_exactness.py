@@ -308,16 +308,17 @@ def test_a_wrong_token_has_no_cost_and_is_a_regression(models, tmp_path, monkeyp
         return dataclasses.replace(made, tokens=((*first, last ^ 1), *others))
 
     monkeypatch.setattr(exactness_cost, "decode", decode)
-    assert command(models, tmp_path, with_own, *BOTH) == 1
+    assert command(models, tmp_path, with_own, *BOTH, "--batch", "1", "--tokens", "4", "--methods", "chain") == 1
     rows = [row for row in records.read(tmp_path / "rows.jsonl") if "cost" in row.case]
     assert {row.arm for row in rows if row.status == "INVALID"} == {"row-invariant-chain"}
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:3] == ["float32", "2", "chain"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:3] == ["float32", "1", "chain"])
     assert line.split()[3] == "INVALID"
     assert line.split()[-1] == "-"
 
 
 def test_what_exactness_costs_takes_none_of_the_time_that_is_over(models, tmp_path, capsys):
-    assert command(models, tmp_path, with_own, *BOTH, "--seconds", "0") == 0  # a batch is all that is demanded here
+    small = ("--batch", "1", "--tokens", "4", "--methods", "chain")
+    assert command(models, tmp_path, with_own, *BOTH, *small, "--seconds", "0") == 0  # a batch is all that is demanded
     assert "what it costs was not measured" in capsys.readouterr().err
     assert not any("cost" in row.case for row in records.read(tmp_path / "rows.jsonl"))
 
