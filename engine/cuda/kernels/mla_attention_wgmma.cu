@@ -26,6 +26,9 @@ kdtree_status attention(const MlaAttentionBf16Args&, cudaStream_t) {
 namespace kdtree::mla_wgmma {
 namespace {
 
+// A thread's, once the warpgroups know what they are: together what the kernel is launched with, or one waits for ever.
+constexpr int kMultiplierRegisters = 232, kCopierRegisters = 40;
+
 // Grid: groups of the slice, items of a group.
 __global__ void __launch_bounds__(kThreads, 1)
     mla_wgmma_kernel(const MlaAttentionBf16Args a, const Plan plan, const __grid_constant__ CUtensorMap map) {
@@ -49,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   block.shared = reinterpret_cast<Shared*>(aligned + 3 * kTileBytes);
   let_next_start();
   if (threadIdx.x == 0) {
-    prefetch_map(&map);
+    if (plan.boxes > 0) prefetch_map(&map);
     KDTREE_UNROLL
     for (int which = 0; which < 2; ++which) {
       KDTREE_UNROLL
@@ -63,14 +66,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);  // the same, as the compiler sees
   if (group == 2) {
-    give_registers<40>();
+    give_registers<kCopierRegisters>();
     Copier{a, plan, item, block, &map}.run();
   } else if (group == 1) {
-    take_registers<232>();
+    take_registers<kMultiplierRegisters>();
     copy_query(a, item, block);
     Multiplier<1>(a, plan, item, block).run();
   } else {
-    take_registers<232>();
+    take_registers<kMultiplierRegisters>();
     copy_query(a, item, block);
     Multiplier<0>(a, plan, item, block).run();
   }
@@ -262,6 +265,7 @@ kdtree_status map_cache(const MlaAttentionBf16Args& a, Plan* plan, CUtensorMap* 
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
     (void)cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    (void)cudaGetLastError();  // told below, not by the next launch
     return reinterpret_cast<Encode>(entry);
   }();
   if (encode == nullptr)
@@ -311,7 +315,7 @@ bool available() {
            cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
            major == 9 && minor == 0 && shared >= 227 * 1024 &&
            cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
-           attributes.numRegs > 64;  // compiled without wgmma the kernel is empty
+           attributes.numRegs == (2 * kMultiplierRegisters + kCopierRegisters) / 3;  // without wgmma it is empty
   (void)cudaGetLastError();
   known.set(kernel, device, result);
   return result;

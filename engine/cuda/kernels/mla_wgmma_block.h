@@ -132,7 +132,12 @@ struct Copier {
     }
   }
 
-  __device__ int box_row(int key) const { return a.cache.block_size > 0 ? item.cache_row(a, key) : key; }
+  // A block that the table does not have: all of its box lies outside of the cache, and zeros come for it.
+  __device__ int box_row(int key) const {
+    if (a.cache.block_size == 0) return key;
+    const int row = item.cache_row(a, key);
+    return row < 0 ? -kTile : row;
+  }
   __device__ int box_request() const { return a.cache.block_size > 0 ? 0 : item.request; }
 
   // To the L2 cache, by a warp.

@@ -86,7 +86,7 @@ struct Plan {
     int low = 0, high = leaves;  // the first leaf whose middle is not before
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (leaf_begin(middle) + leaf_begin(middle + 1) + int64_t{kLeafKeys} * (2 * middle + 1) < 2 * at)
+      if (int64_t{leaf_begin(middle)} + leaf_begin(middle + 1) + int64_t{kLeafKeys} * (2 * middle + 1) < 2 * at)
         low = middle + 1;
       else
         high = middle;
@@ -98,7 +98,8 @@ struct Plan {
   int most_nodes(int width) const {
     const int all = leaf_of(longest - 1) + 1, first = parts >= all ? 1 : leaf_of(part_begin(1, longest)) + 2;
     int nodes = 1;
-    for (int n = std::max(std::min(first, all), tails > 0 ? width / kPair + 3 : 1); n > 1; n /= 2) nodes += 2;
+    for (int n = std::max(std::min(first, all), tails > 0 ? std::min(all, width / kPair + 3) : 1); n > 1; n /= 2)
+      nodes += 2;
     return nodes;
   }
 };

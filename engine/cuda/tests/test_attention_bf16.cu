@@ -55,6 +55,7 @@ struct How {
   int block_size = 0;    // of a paged cache
   int fewer_groups = 0;  // a workspace for so many groups of head rows; 0: what the query says
   bool chain = false;    // no paths: row i sees rows 0..i
+  int longest = 300;     // at least; so far there are two chunks
   int query_shift = 0;   // elements in front of the first query
   int64_t shift = 0;     // bytes between the view's base and the memory there is; a multiple of a block
 };
@@ -127,7 +128,7 @@ std::vector<Result> run(const std::vector<const Problem*>& problems, const How& 
   if (size == 0 && how.shift > 0) a.layer = 1, a.cache.layers = 2, a.cache.layer_stride = how.shift;
   a.out = out.get(), a.lse = lse.get();
   a.heads = heads, a.scale = problems[0]->scale;
-  a.longest = std::max(capacity, 300);  // two chunks
+  a.longest = std::max(capacity, how.longest);
   a.blocks = blocks_of(how.cut, requests * ((width * heads + 63) / 64), a.longest);
   a.shared_memory = how.small_device ? kSmallDevice : 0;
   a.portable = how.portable;
@@ -405,7 +406,26 @@ TEST(long_prefixes_are_joined_alike_however_they_are_cut) {
         for (int node = 0; node < p.rows(); ++node) check_row(p, result, node, 5 * node + 1);
         for (const int i : {0, 1}) same(p, result, kernel.run(p, kernel.how(i)));
         for (const int i : {0, 2}) same_row(heads, kernel.run(alone(p, 2), kernel.how(i)), 0, result, 2);
+        for (const int longest : {5000, 70000}) {  // as where the cache has room for more
+          How how = kernel.how(2);
+          how.longest = longest;
+          same(p, result, kernel.run(p, how));
+        }
       }
+}
+
+// So many rows and keys that the nodes of more than one block's keys are joined by warps with several pieces each.
+TEST(many_rows_over_many_keys_have_the_bits_of_each_alone) {
+#ifdef KDTREE_HOST
+  const int prefix = 150;
+#else
+  const int prefix = check::tiny() ? 150 : 5000;
+#endif
+  for (const Kernel& kernel : kernels()) {
+    const Problem p = random_problem(9, 64, prefix, 31);
+    const Result result = kernel.run(p, kernel.how(2));
+    for (const int row : {0, 4, 8}) same_row(64, kernel.run(alone(p, row), kernel.how(2)), 0, result, row);
+  }
 }
 
 TEST(a_row_that_is_not_seen_has_no_influence_and_one_that_is_seen_spreads) {
@@ -458,4 +478,14 @@ TEST(refusals_name_the_size) {
   a.cache.row_bytes = 2304;
   CHECK_STATUS(mla_attention_bf16(a, nullptr), KDTREE_SIZE);
   CHECK(std::string(kdtree_last_error()).find("row_bytes is 2304") != std::string::npos);
+}
+
+// Whatever the device: wgmma wants a positive scale and all of its shared memory.
+TEST(what_wgmma_does_not_take_goes_to_the_portable_kernel) {
+  MlaAttentionBf16Args a{};
+  a.scale = -1;
+  CHECK(mla_attention_bf16_path(a) == AttentionPath::kPortable);
+  a.scale = 1;
+  a.shared_memory = 226 * 1024;
+  CHECK(mla_attention_bf16_path(a) == AttentionPath::kPortable);
 }
