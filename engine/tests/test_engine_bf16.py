@@ -75,10 +75,10 @@ def error(found: np.ndarray, true: np.ndarray) -> float:
 
 
 def assert_near(found: np.ndarray, emulated: np.ndarray, true: np.ndarray, what: str) -> None:
-    """As near to the truth as bf16 of the reference, give or take what another order of rounding does; below 4 %."""
+    """As near to the truth as bf16 of the reference, give or take what another order of rounding does; below 5 %."""
     ours, theirs = error(found, true), error(emulated, true)
     assert ours < max(2 * theirs, 2**-9), f"{what}: {ours:.3g}, the reference's own error is {theirs:.3g}"
-    assert ours < 0.04, f"{what}: {ours:.3g}"
+    assert ours < 0.05, f"{what}: {ours:.3g}"
 
 
 def test_its_kernels_and_sizes_are_told(engine, pair):
