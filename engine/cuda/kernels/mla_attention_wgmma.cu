@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
 
 constexpr unsigned kManyGroups = 8;  // from so many on the states of nodes are read less often
 constexpr int kMostParts = 256;
-constexpr int kItemKeys = 160;  // that an item's start and end take the time of
+constexpr int kItemKeys = 160;  // that an item's start and end take the time of, by guess: no curve was measured
 
 kdtree_status multiprocessors(int* count) {
   int device = 0;
