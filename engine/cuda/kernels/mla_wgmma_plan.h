@@ -52,7 +52,8 @@ __host__ __device__ constexpr int node_keys(int begin, int end) {
   return size;
 }
 
-constexpr int kLeafKeys = 200;  // in the time that a leaf's end takes: by guess, cycles of version 3 in mla_attention_bf16.md give some 230
+// In the time that a leaf's end takes, by guess: the cycles of version 3 in mla_attention_bf16.md give some 230.
+constexpr int kLeafKeys = 200;
 
 // How a pass is cut. A group is 64 head rows of a request: of one node, or of several with fewer heads. Its items are
 // `parts` runs of leaves and, of several nodes, a tail of each: from the leaf on in which the prefix ends.
