@@ -20,6 +20,8 @@ from engine.request import NoisyOracle, Oracle, Request
 from engine.run import DecodeError, Run
 from engine.tests.backends import open_ops
 from engine.tests.decoding import PROMPT, World, micro_target, write_model
+from engine.tests.test_engine_bf16 import FAST
+from reference.numerics import round_to_bf16
 from reference.tests.models import random_weights
 
 pytestmark = pytest.mark.gpu
@@ -174,6 +176,30 @@ def test_a_batch_of_many(world):
     """Top-k has a way of its own for many rows, and so have the kernels of control for many requests."""
     requests = [Request([1 + r % 7, r % 5], 6, 1 + r % 9) for r in range(66)]
     both(world.engine(max_requests=66, prefill_rows=132, capacity=32, max_budget=16), requests, "ddtree")
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_attention_on_tensor_cores_and_a_wide_vocabulary(world, tmp_path, heads):
+    """The plan of attention follows the cache's rows and their keys; the choice among many logits is made in parts."""
+    config = micro_target(**{**FAST, "num_attention_heads": heads, "vocab_size": 9008})
+    weights = {name: round_to_bf16(array) for name, array in random_weights(config).items()}
+    target = write_model(tmp_path / "target.kdtr", config, weights)
+    prompt = [(7 * i * i) % 9001 for i in range(530)]
+    sizes: dict[str, Any] = {"target": target, "drafter": None, "dtype": "bfloat16", "prefill_rows": 128}
+    with world.new_engine(capacity=600, **sizes) as short, world.new_engine(capacity=5000, **sizes) as long:
+        assert set(short.paths.values()) == {"tensor_cores"}
+        plain = short.generate(prompt, method="ar", max_new_tokens=24, keep_logits=True)
+        drafter = NoisyOracle(plain.tokens, 8, miss=0.2, max_rank=2, seed=heads)
+        for engine in (short, long):
+            for request in (
+                Request(prompt, 24, 20, drafter=drafter),
+                Request(prompt, 24, 9, drafter=drafter, capacity=560),
+                Request(prompt, 8, 20, drafter=drafter, **SAMPLED),
+            ):
+                made = both(engine, [request], "ddtree")[0]
+                if not request.temperature:
+                    assert made.tokens == plain.tokens
+                    assert_array_equal(made.logits.view("u4"), plain.logits.view("u4"))
 
 
 def test_a_run_that_is_given_up_leaves_graph_and_engine_as_they_were(world):
