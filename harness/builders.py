@@ -1,7 +1,7 @@
-"""Tree builders side by side on recorded real lists: Python heapq, SGLang's, the C++ heap, and the GPU.
+"""Tree builders side by side on recorded real lists: Python heapq, SGLang's two, the C++ heap, and the GPU.
 
 One sample is the time of building all lists of the case, `batch` at a time, divided by their number. heapq and C++ must
-give the reference's trees, bit for bit, and so must the GPU; SGLang builds another tree and is held against its own
+give the reference's trees, bit for bit, and so must the GPU; SGLang's build other trees, each held against its own
 rules.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import kdtr
 from engine.abi import EngineError, RequestError
-from harness import gpu_builders, heap_tree, sglang_tree
+from harness import gpu_builders, heap_tree, sglang_tree, torch_gpu, uno_tree
 from harness.cases import GPU, Builder, Case, Chosen, digest
 from harness.gpu_builders import NoGpuError
 from harness.parity import Check, check_tree, combine, reason
@@ -33,6 +33,8 @@ SAMPLES = 15
 BEST_OF = 5
 BASE = "heapq"
 SGLANG = "sglang-heapq"
+UNO = "sglang-uno"
+CONTRACTS = {SGLANG: "sglang", UNO: "uno"}  # of others "ddtree"
 Arrays = Mapping[str, NDArray[Any]]
 
 # Builds one batch of the lists, by its number; what it returns gives the arrays of every tree, untimed.
@@ -136,9 +138,13 @@ def check(
     name: str, trees: Sequence[Arrays], lp: NDArray[np.float32], ids: NDArray[np.int32], budget: int
 ) -> tuple[str, list[Check]]:
     """(what an arm's trees must equal, the comparison of each with it) for lists [R, L, K]."""
-    if name == SGLANG:
-        held = "its own rules (another tree than the contract's)"
-        return held, [_check_sglang(f"list {i}", tree, lp[i], ids[i], budget) for i, tree in enumerate(trees)]
+    if name in CONTRACTS:
+        rules = [
+            sglang_tree.build_slowly(*lists, budget).arrays() if name == SGLANG else uno_tree.build(*lists, budget)
+            for lists in zip(lp, ids, strict=True)
+        ]
+        checks = [_check_rules(f"list {i}", *both) for i, both in enumerate(zip(rules, trees, strict=True))]
+        return "its own rules (another tree than the contract's)", checks
     return "reference.build_tree", [
         check_tree(f"list {i}", tree, lp[i], ids[i], budget) for i, tree in enumerate(trees)
     ]
@@ -180,7 +186,8 @@ def rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
         yield from bench.not_run(case, "builder", chosen.arms, str(error), params=params)
         return
     case_hash = digest(case, lp.tobytes(), ids.tobytes())
-    if bench.is_done(chosen, case_hash, {GPU} if bench.gpu is None else set()):
+    absent = {GPU, UNO} if bench.gpu is None else set() if uno_tree.is_here() else {UNO}
+    if bench.is_done(chosen, case_hash, absent):
         return
     shape = (-1, case.batch, *lp.shape[1:])
     batched = lp.reshape(shape), ids.reshape(shape)
@@ -204,12 +211,18 @@ def _candidate(bench: Bench, name: str, lp: NDArray[np.float32], ids: NDArray[np
     if name == GPU:
         arm = gpu_builders.tree_arm(bench.need_gpu(), lp, ids, budget)
         return Candidate(arm.run, arm.calls * requests, lambda: checked(gpu_builders.trees_of(arm)), arm.own)
+    if name == UNO:
+        bench.need_gpu()
+        uno = uno_tree.UnoTrees(lp, ids, budget)
+        calls = -(-gpu_builders.CALLS // batches)
+        run, own = torch_gpu.replayed(uno.build, calls)
+        return Candidate(run, calls * batches * requests, lambda: checked(uno.trees()), own, CONTRACTS[UNO])
     build = bench.systems.builder(name, lp, ids, budget)
     return Candidate(
         _all_batches(build, batches),
         batches * requests,
         lambda: checked([tree for batch in range(batches) for tree in build(batch)()]),
-        contract="sglang" if name == SGLANG else "ddtree",
+        contract=CONTRACTS.get(name, "ddtree"),
     )
 
 
@@ -230,7 +243,7 @@ def measure(
     for name in wanted:
         try:
             candidates[name] = make(name)
-        except (NoGpuError, UnableError, heap_tree.CompilerError) as error:
+        except (NoGpuError, UnableError, uno_tree.NoUnoError, heap_tree.CompilerError) as error:
             others += bench.not_run(case, "builder", [name], str(error), case_hash=case_hash, params=params)
         except EngineError as error:
             why = f"{type(error).__name__}: {error}"
@@ -292,9 +305,8 @@ def _all_batches(build: Build, batches: int) -> Callable[[], None]:
     return call
 
 
-def _check_sglang(unit: str, tree: Arrays, lp: NDArray[np.float32], ids: NDArray[np.int32], budget: int) -> Check:
-    """The first array and node in which a tree differs from the one that the rules give without a heap."""
-    wanted = sglang_tree.build_slowly(lp, ids, budget).arrays()
+def _check_rules(unit: str, wanted: Arrays, tree: Arrays) -> Check:
+    """The first array and node in which a tree differs from the one that rules give."""
     for name, array in wanted.items():
         truth, found = np.atleast_1d(array), np.atleast_1d(tree[name])
         bad = np.flatnonzero(truth != found) if truth.shape == found.shape else np.array([0])

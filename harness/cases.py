@@ -115,7 +115,8 @@ class Builder:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        return ("heapq", "sglang-heapq", "cpp-heap", GPU)
+        uno = ("sglang-uno",) if self.budget < 128 else ()  # its trees have 128 nodes at most
+        return ("heapq", "sglang-heapq", "cpp-heap", *uno, GPU)
 
     @property
     def cost(self) -> float:

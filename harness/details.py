@@ -112,7 +112,7 @@ def _other_builders(measured: Measured) -> Section:
             "bad" if row.status == "INVALID" else "",
         )
         inputs.setdefault(builder_input(row), []).append(line)
-    note = "SGLang's heapq builds another tree than the contract's; it is held against its own rules."
+    note = "SGLang's builders give other trees than the contract's; each is held against its own rules."
     notes = (note,) if any("sglang" in row.arm for row in measured.block("builder")) else ()
     tables = tuple(Table(f"From {name}", columns(*headers), tuple(lines), notes) for name, lines in inputs.items())
     return Section("All builders against Python's heapq", tables=tables)

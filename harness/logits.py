@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from harness import gpu_builders, heap_tree
+from harness import gpu_builders, heap_tree, torch_gpu
 from harness.builders import Arrays, Candidate, Checked, UnableError, heapq_tree, measure
 from harness.cases import GPU, Chosen, Logits, digest
 from harness.parity import Check, check_tokens, check_tree
 from harness.records import Difference, Row, Scalar
-from harness.timing import EventClock, Own, WallClock, cpu_clock
+from harness.timing import Own, WallClock, cpu_clock
 from reference.topk import TopK, topk_logprob
 
 if TYPE_CHECKING:
@@ -91,37 +91,20 @@ class TorchSource:
             self._torch.from_numpy(array).to(self._logits.device)
 
     def graph(self, calls: int) -> tuple[Callable[[], object], Own, Callable[[], tuple[Any, Any]]]:
-        """(replays `calls` times `topk`, its clock, the lists (lp, ids) of the last replay)."""
-        cuda = self._torch.cuda
-        self.topk()
-        cuda.synchronize()
-        graph = cuda.CUDAGraph()
-        with cuda.graph(graph):
-            for _ in range(calls):
-                found = self.topk()
+        """(replays `calls` times `topk`, how it is timed, the lists (lp, ids) of the last replay)."""
+        found: list[Any] = []
+
+        def work() -> None:
+            found[:] = self.topk()
+
+        run, own = torch_gpu.replayed(work, calls)
 
         def lists() -> tuple[Any, Any]:
-            cuda.synchronize()
+            self._torch.cuda.synchronize()
             lp, ids = (array.cpu().numpy() for array in found)
             return lp, ids.astype(np.int32)
 
-        return graph.replay, Own(EventClock(_TorchEvents(cuda), "graph"), graph.replay, "graph", "warm"), lists
-
-
-class _TorchEvents:
-    """Events of PyTorch on its current stream."""
-
-    def __init__(self, cuda: Any):
-        self._cuda = cuda
-
-    def record(self) -> Any:
-        event = self._cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_ms(self, start: Any, stop: Any) -> float:
-        stop.synchronize()
-        return float(start.elapsed_time(stop))
+        return run, own, lists
 
 
 class _Arms:

@@ -137,9 +137,14 @@ def arm_label(row: Row) -> str:
     """Name of an arm for people: "AR", "chain", "tree 64"; of others the arm itself. The system stands in headings."""
     arm = row.arm.removeprefix("gpu-")
     budget = re.fullmatch(r"ddtree-b(\d+)", arm)
-    return {"ar": "AR", "heapq": "Python heapq", "cpp-heap": "C++ heap", "sglang-heapq": "SGLang's heapq"}.get(
-        arm, f"tree {budget[1]}" if budget else arm
-    )
+    names = {
+        "ar": "AR",
+        "heapq": "Python heapq",
+        "cpp-heap": "C++ heap",
+        "sglang-heapq": "SGLang's heapq",
+        "sglang-uno": "SGLang's UNO (GPU)",
+    }
+    return names.get(arm, f"tree {budget[1]}" if budget else arm)
 
 
 def builder_input(row: Row) -> str:
