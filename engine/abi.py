@@ -7,7 +7,7 @@ holds every field against what the C compiler makes of it.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import c_char, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -155,6 +155,23 @@ class KvCompactArgs(ctypes.Structure):
     )
 
 
+class MlaAttentionArgs(ctypes.Structure):
+    """kdtree_mla_attention_args."""
+
+    _fields_ = (
+        ("struct_size", c_uint32),
+        *_all(c_int32, "requests rows heads rank rope dtype path layer longest path_stride"),
+        ("scale", c_float),
+        ("cache", CacheView),
+        ("q", c_void_p),
+        *_all(I32, "node_count prefix_lengths positions paths"),
+        ("out", c_void_p),
+        ("lse", F32),
+        *_WORKSPACE,
+        ("stream", c_void_p),
+    )
+
+
 class HeapTreeArgs(ctypes.Structure):
     """kdtree_heap_tree_args, of kdtree_heap_tree.h."""
 
@@ -179,11 +196,14 @@ ARGUMENTS: dict[str, tuple[type[ctypes.Structure], ...]] = {
     "target_choice": (TargetChoiceArgs,),
     "tree_accept": (TreeAcceptArgs,),
     "kv_compact": (KvCompactArgs,),
+    "mla_attention": (MlaAttentionArgs,),
     "heap_tree": (HeapTreeArgs,),
 }
-WORKSPACES = {"topk_logprob": 4, "tree_build": 4, "target_choice": 3, "heap_tree": 3}  # sizes that the query takes
+# Sizes that the query takes.
+WORKSPACES = {"topk_logprob": 4, "tree_build": 4, "target_choice": 3, "mla_attention": 6, "heap_tree": 3}
 DTYPES = {"float32": 0, "bfloat16": 1}  # kdtree_dtype
 ROUTES = ("none", "parallel", "serial")  # kdtree_route
+ATTENTION_PATHS = ("best", "portable", "wgmma")  # kdtree_attention_path
 
 
 class EngineError(RuntimeError):

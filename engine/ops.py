@@ -253,6 +253,69 @@ class Ops(Owner):
         return Plan("kv_compact", (call,), Compacted(**made, origin=_origin(call, before, made["status"])))
 
     @stage
+    def mla_attention(
+        self,
+        q: Any,
+        cache: Cache,
+        node_count: Any,
+        prefix_lengths: Any,
+        positions: Any,
+        *,
+        scale: float,
+        rank: int = 512,
+        paths: Any = None,
+        layer: int = 0,
+        longest: int | None = None,
+        path: str = "best",
+        lse: Any = None,
+        dtype: str | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan[Any]:
+        """MLA attention [R, N, heads, rank] of the rows of trees over a layer of `cache`, bit for bit plain decoding's.
+
+        q [R, N, heads, rank + rope] float32 or bfloat16, as cache and result are; node_count, prefix_lengths int32 [R];
+        positions int32 [R, N]; paths int32 [R, N, L+1] are those of tree_build, None: row i sees rows 0..i. longest:
+        the most keys of a row, None: the cache's capacity. path: one of abi.ATTENTION_PATHS. lse: float32
+        [R, N, heads] to write to, None: it is not wanted. dtype "bfloat16": q is its bits in uint16, and so is the
+        result, that of any bfloat16. Raises UnsupportedError for a path that the device does not have.
+        """
+        call = Call(self.library, self.memory, "mla_attention", abi.MlaAttentionArgs, stream)
+        found = call.view("q", q, axes=4, dtype=dtype)
+        requests, rows, heads, width = found.shape
+        if found.dtype not in abi.DTYPES:
+            raise ArrayError(call.name, "q", " or ".join(abi.DTYPES), found.dtype)
+        check(call.name, "q", found, found.dtype, found.shape)
+        call.point("q", found)
+        call.within("rank", rank, 1, width)
+        if path not in abi.ATTENTION_PATHS:
+            raise ArrayError(call.name, "path", f"one of {', '.join(abi.ATTENTION_PATHS)}", path)
+        call.struct.cache, call.struct.scale = _cache(call, cache, requests, written=False), scale
+        longest = call.struct.cache.capacity if longest is None else longest
+        kind, length = abi.DTYPES[found.dtype], 0
+        if paths is not None:
+            length = call.view("paths", paths, axes=3).shape[2]
+        call.sizes(requests=requests, rows=rows, heads=heads, rank=rank, rope=width - rank, dtype=kind)
+        call.sizes(path=abi.ATTENTION_PATHS.index(path), layer=layer, longest=longest, path_stride=length)
+        call.read(
+            {
+                "node_count": (node_count, (requests,)),
+                "prefix_lengths": (prefix_lengths, (requests,)),
+                "positions": (positions, (requests, rows)),
+                "paths": (paths, (requests, rows, length)),
+            }
+        )
+        if lse is not None:
+            call.write({"lse": (requests, rows, heads)}, {"lse": lse})
+        shape, bits = (requests, rows, heads, rank), "uint16" if found.dtype == "bfloat16" else found.dtype
+        made = call.memory.empty(shape, bits, call.stream) if out is None else out
+        written = call.view("out", made, written=True, dtype=found.dtype)
+        check(call.name, "out", written, found.dtype, shape)
+        call.point("out", written)
+        call.workspace(requests, rows, heads, rank, longest, kind)
+        return Plan("mla_attention", (call,), made)
+
+    @stage
     def heap_tree(
         self,
         lp: Any,
@@ -362,8 +425,8 @@ def _row_stride(call: Call, argument: str, found: View) -> int:
     return step
 
 
-def _cache(call: Call, cache: Cache, requests: int) -> abi.CacheView:
-    found = call.view("cache.rows", cache.rows, written=True)
+def _cache(call: Call, cache: Cache, requests: int, *, written: bool = True) -> abi.CacheView:
+    found = call.view("cache.rows", cache.rows, written=written)
     actual = f"{found.dtype} {list(found.shape)} with strides {list(found.strides)} in bytes"
     if len(found.shape) < 3 or not found.contiguous(len(found.shape) - 3) or min(found.strides[:3]) < 0:
         raise ArrayError(call.name, "cache.rows", "[layers, R or blocks, rows, ...] without gaps in a row", actual)

@@ -27,10 +27,12 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kdtree_tree_accept_args": abi.TreeAcceptArgs,
     "kdtree_cache_view": abi.CacheView,
     "kdtree_kv_compact_args": abi.KvCompactArgs,
+    "kdtree_mla_attention_args": abi.MlaAttentionArgs,
     "kdtree_heap_tree_args": abi.HeapTreeArgs,
 }
 C_TYPES = {
     ctypes.c_char * 64: "char",
+    ctypes.c_float: "float",
     ctypes.c_int32: "int32_t",
     ctypes.c_uint32: "uint32_t",
     ctypes.c_int64: "int64_t",
@@ -101,6 +103,7 @@ def test_the_numbers_of_the_header_are_those_used_here(tmp_path):
         "F32": abi.DTYPES["float32"],
         "BF16": abi.DTYPES["bfloat16"],
         **{f"ROUTE_{name.upper()}": number for number, name in enumerate(abi.ROUTES)},
+        **{f"ATTENTION_{name.upper()}": number for number, name in enumerate(abi.ATTENTION_PATHS)},
         **{re.sub("Error$", "", error.__name__).upper(): code for code, error in abi.ERRORS.items()},
     }
     lines = (f'printf("%d\\n", (int)KDTREE_{name});' for name in pairs)

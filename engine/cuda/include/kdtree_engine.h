@@ -266,6 +266,49 @@ typedef struct kdtree_kv_compact_args {
 
 KDTREE_API kdtree_status kdtree_kv_compact(const kdtree_kv_compact_args* args);
 
+/* Stage verify, its attention alone: MLA in the absorbed form, every row over the cache rows of its request's prefix
+ * and of its own path, at their absolute positions, so that its bits are those of plain decoding. The rows of the pass
+ * are in the cache already. reference/mla.py `latent_attention`. What is past a request's node count is not defined. */
+typedef enum kdtree_attention_path {
+  KDTREE_ATTENTION_BEST = 0,     /* what the engine takes on this device */
+  KDTREE_ATTENTION_PORTABLE = 1, /* of bf16 mma.sync; of float32 there is no other */
+  KDTREE_ATTENTION_WGMMA = 2     /* of bf16 on compute capability 9.0; its bits differ from the portable ones */
+} kdtree_attention_path;
+
+typedef struct kdtree_mla_attention_args {
+  uint32_t struct_size;
+  int32_t requests;    /* R, 1..65535 */
+  int32_t rows;        /* N = 1 + B, 1..1025 */
+  int32_t heads;       /* of bf16: 16, 32, 64 or 128 */
+  int32_t rank;        /* values of a latent; of bf16: 512 */
+  int32_t rope;        /* of its rope key; of bf16: 64 */
+  int32_t dtype;       /* kdtree_dtype of q, cache and out */
+  int32_t path;        /* kdtree_attention_path */
+  int32_t layer;       /* of the cache */
+  int32_t longest;     /* >= the keys of every row; the closer, the better the work is cut */
+  int32_t path_stride; /* entries of a path; 0 without paths */
+  float scale;         /* of a score */
+
+  kdtree_cache_view cache; /* a row: latent, then rope key; of bf16 base and strides are multiples of 16 */
+  const void* q;           /* [R, N, heads, rank + rope] */
+
+  const int32_t* node_count;     /* [R], each 0..N-1: rows used - 1 */
+  const int32_t* prefix_lengths; /* [R] */
+  const int32_t* positions;      /* [R, N] prefix length + depth */
+  const int32_t* paths; /* [R, N, path_stride] nodes from the root to the row itself; NULL: row i sees rows 0..i */
+
+  void* out;  /* [R, N, heads, rank] */
+  float* lse; /* [R, N, heads] natural logarithm of the sum of exp(score); may be NULL */
+
+  void* workspace; /* aligned to 256 */
+  size_t workspace_size;
+  void* stream;
+} kdtree_mla_attention_args;
+
+KDTREE_API size_t kdtree_mla_attention_workspace(int32_t requests, int32_t rows, int32_t heads, int32_t rank,
+                                                 int32_t longest, int32_t dtype);
+KDTREE_API kdtree_status kdtree_mla_attention(const kdtree_mla_attention_args* args);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

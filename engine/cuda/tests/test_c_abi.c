@@ -44,6 +44,7 @@ int main(void) {
   REFUSES(target_choice);
   REFUSES(tree_accept);
   REFUSES(kv_compact);
+  REFUSES(mla_attention);
   memset(&topk, 0, sizeof(topk));
   memset(&tree, 0, sizeof(tree));
   expect("kdtree_logits_tree", kdtree_logits_tree(&topk, &tree), KDTREE_VERSION, "struct_size");
