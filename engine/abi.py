@@ -160,7 +160,7 @@ class MlaAttentionArgs(ctypes.Structure):
 
     _fields_ = (
         ("struct_size", c_uint32),
-        *_all(c_int32, "requests rows heads rank rope dtype path layer longest path_stride"),
+        *_all(c_int32, "requests rows heads rank rope dtype cache_rows path layer longest path_stride"),
         ("scale", c_float),
         ("cache", CacheView),
         ("q", c_void_p),
@@ -203,6 +203,8 @@ ARGUMENTS: dict[str, tuple[type[ctypes.Structure], ...]] = {
 WORKSPACES = {"topk_logprob": 4, "tree_build": 4, "target_choice": 3, "mla_attention": 6, "heap_tree": 3}
 DTYPES = {"float32": 0, "bfloat16": 1}  # kdtree_dtype
 ROUTES = ("none", "parallel", "serial")  # kdtree_route
+CACHES = ("dtype", "fp8")  # kdtree_cache_rows
+FP8_ROW_BYTES = 656
 ATTENTION_PATHS = ("best", "portable", "wgmma")  # kdtree_attention_path
 
 

@@ -21,6 +21,7 @@ GEMMS = ("row_invariant", "cublas")  # kdtree_gemm
 ATTENTIONS = ("exact", "mask")  # kdtree_attention
 PATHS = ("general", "tensor_cores")  # kdtree_path
 DTYPES = ("float32", "bfloat16")  # kdtree_dtype
+ATTENTION_KERNELS = ("general", "mma", "wgmma")  # kdtree_attention_kernel
 FINISHES = ("running", "stop", "length", "capacity", "error")  # kdtree_finish
 
 
@@ -55,7 +56,7 @@ class DecoderArgs(ctypes.Structure):
         ("device", c_int32),
         *_all(c_void_p, "target drafter"),
         *_all(c_int32, "max_requests capacity max_budget block_size prefill_rows cache_block_size gemm attention"),
-        *_all(c_int32, "dtype reserved"),
+        *_all(c_int32, "dtype cache_rows"),
     )
 
 
@@ -66,7 +67,7 @@ class DecoderInfo(ctypes.Structure):
         ("struct_size", c_uint32),
         *_all(c_int32, "vocab_size hidden_size layers block_size row_bytes"),
         *_all(c_uint64, "model_bytes cache_bytes scratch_bytes"),
-        *_all(c_int32, "dtype products_path attention_path graphs"),
+        *_all(c_int32, "dtype products_path attention_path graphs cache_rows attention_kernel"),
     )
 
 

@@ -20,9 +20,9 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from engine import checkpoint, decode_abi
-from engine.abi import Library, SizeError
+from engine.abi import CACHES, Library, SizeError
 from engine.checkpoint import Random
-from engine.decode_abi import ATTENTIONS, DTYPES, GEMMS, METHODS, PATHS, Handle
+from engine.decode_abi import ATTENTION_KERNELS, ATTENTIONS, DTYPES, GEMMS, METHODS, PATHS, Handle
 from engine.generation import Generation
 from engine.request import Options, Prompt, Request
 from engine.run import Run
@@ -38,9 +38,11 @@ class Engine:
     """Made by `load`; frees everything at `close`, or at the end of a `with`.
 
     Sizes of the models: vocab_size, hidden_size, layers, block_size. Bytes: of a cache row, weights, caches, scratch.
-    dtype: of weights, activations and caches. paths: whether products and attention run on tensor cores, "tensor_cores"
-    or, where sizes or dtype do not fit those kernels, "general"; the mask form of attention is general. graphs: whether
-    rounds are replayed as CUDA graphs: not on the host, with gemm "cublas" or with KDTREE_LAUNCH_BLOCKING=1.
+    dtype: of weights, activations and caches. cache: of the target's cache rows, "dtype" or "fp8". paths: whether
+    products and attention run on tensor cores, "tensor_cores" or, where sizes or dtype do not fit those kernels,
+    "general"; the mask form of attention is general. attention_kernel: which attention serves the exact form,
+    "general", "mma" (tensor cores of any device) or "wgmma". graphs: whether rounds are replayed as CUDA graphs: not on
+    the host, with gemm "cublas" or with KDTREE_LAUNCH_BLOCKING=1.
     """
 
     def __init__(self, decoder: Handle, max_requests: int, max_budget: int):
@@ -51,7 +53,8 @@ class Engine:
         self.vocab_size, self.hidden_size, self.layers = info.vocab_size, info.hidden_size, info.layers
         self.block_size, self.row_bytes = info.block_size, info.row_bytes
         self.model_bytes, self.cache_bytes, self.scratch_bytes = info.model_bytes, info.cache_bytes, info.scratch_bytes
-        self.dtype = DTYPES[info.dtype]
+        self.dtype, self.cache = DTYPES[info.dtype], CACHES[info.cache_rows]
+        self.attention_kernel = ATTENTION_KERNELS[info.attention_kernel]
         self.graphs = bool(info.graphs)
         self.paths = {"products": PATHS[info.products_path], "attention": PATHS[info.attention_path]}
 
@@ -62,6 +65,7 @@ class Engine:
         drafter: str | Path | Random | None = None,
         *,
         dtype: str = "float32",
+        cache: str = "dtype",
         kind: Literal["cuda", "host"] = "cuda",
         device: int = 0,
         max_requests: int = 1,
@@ -77,13 +81,16 @@ class Engine:
         """The engine on a device. kind "host": the same kernels executed on the CPU, slowly, for tests.
 
         dtype: "float32" or "bfloat16", whatever the files hold; logits are float32, and so is what the published models
-        keep so: the router, the statistics of norms, rotations and softmax.
+        keep so: the router, the statistics of norms, rotations and softmax. cache: "dtype", or "fp8": the target's
+        cache keeps its latents in e4m3 with a scale for each 128 of a row, 656 bytes a row instead of 1152; dtype
+        "bfloat16" and rows of 512 + 64 values only.
         capacity: cache rows of a request. block_size 0: the drafter's own, without one 16. prefill_rows: prompt rows of
         all requests in one pass, 0: 256. cache_block_size: rows of a cache block, 0: contiguous caches. library: one
         that is loaded already. Raises CheckpointError, BuildError, EngineError.
         """
         numbers = {
             "dtype": _number("dtype", dtype, DTYPES),
+            "cache_rows": _number("cache", cache, CACHES),
             "gemm": _number("gemm", gemm, GEMMS),
             "attention": _number("attention", attention, ATTENTIONS),
             "device": device,

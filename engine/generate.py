@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine import checkpoint
+from engine.abi import CACHES
 from engine.decode_abi import DTYPES, METHODS
 from engine.engine import DEFAULT_BUDGET, Engine, Method
 from engine.generation import Generation
@@ -36,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="default: 1, off")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the arithmetic (default: %(default)s)")
+    parser.add_argument(
+        "--cache", choices=CACHES, default=CACHES[0], help="of the target's cache rows; fp8 with --dtype bfloat16 alone"
+    )
     parser.add_argument("--device", type=int, default=0, help="number of the CUDA device (default: %(default)s)")
     parser.add_argument("--host", action="store_true", help="execute the kernels on the CPU: slow, needs no GPU")
 
@@ -53,6 +57,7 @@ def command(options: argparse.Namespace) -> int:
         options.target,
         options.drafter,
         dtype=options.dtype,
+        cache=options.cache,
         kind="host" if options.host else "cuda",
         device=options.device,
         capacity=len(prompt) + max(options.max_new_tokens, 0) + max(budget, 0),
@@ -79,8 +84,10 @@ def command(options: argparse.Namespace) -> int:
     shown.end()
     print(summary(made, len(prompt)), file=sys.stderr)
     if engine.dtype != DTYPES[0]:
-        taken = ", ".join(f"{what}: {path}" for what, path in engine.paths.items())
-        print(f"in {engine.dtype}, kernels of {taken}", file=sys.stderr)
+        kernels = {**engine.paths, "attention": engine.attention_kernel}
+        taken = ", ".join(f"{what}: {kernel}" for what, kernel in kernels.items())
+        cache = "" if engine.cache == CACHES[0] else f", cache in {engine.cache}"
+        print(f"in {engine.dtype}{cache}, kernels of {taken}", file=sys.stderr)
     return 0
 
 

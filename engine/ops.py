@@ -274,11 +274,13 @@ class Ops(Owner):
     ) -> Plan[Any]:
         """MLA attention [R, N, heads, rank] of the rows of trees over a layer of `cache`, bit for bit plain decoding's.
 
-        q [R, N, heads, rank + rope] float32 or bfloat16, as cache and result are; node_count, prefix_lengths int32 [R];
-        positions int32 [R, N]; paths int32 [R, N, L+1] are those of tree_build, None: row i sees rows 0..i. longest:
-        the most keys of a row, None: the cache's capacity. path: one of abi.ATTENTION_PATHS. lse: float32
-        [R, N, heads] to write to, None: it is not wanted. dtype "bfloat16": q is its bits in uint16, and so is the
-        result, that of any bfloat16. Raises UnsupportedError for a path that the device does not have.
+        q [R, N, heads, rank + rope] float32 or bfloat16, as cache and result are; beside bfloat16, rows of the cache of
+        656 bytes, uint8, are those of an fp8 one (kdtree_cache_rows in the C header), which has no wgmma path.
+        node_count, prefix_lengths int32 [R]; positions int32 [R, N]; paths int32 [R, N, L+1] are those of tree_build,
+        None: row i sees rows 0..i. longest: the most keys of a row, None: the cache's capacity. path: one of
+        abi.ATTENTION_PATHS. lse: float32 [R, N, heads] to write to, None: it is not wanted. dtype "bfloat16": q is its
+        bits in uint16, and so is the result, that of any bfloat16. Raises UnsupportedError for a path that the device
+        does not have.
         """
         call = Call(self.library, self.memory, "mla_attention", abi.MlaAttentionArgs, stream)
         found = call.view("q", q, axes=4, dtype=dtype)
@@ -293,6 +295,8 @@ class Ops(Owner):
         call.struct.cache, call.struct.scale = _cache(call, cache, requests, written=False), scale
         longest = call.struct.cache.capacity if longest is None else longest
         kind, length = abi.DTYPES[found.dtype], 0
+        fp8 = found.dtype == "bfloat16" and call.struct.cache.row_bytes == abi.FP8_ROW_BYTES
+        call.sizes(cache_rows=abi.CACHES.index("fp8" if fp8 else "dtype"))
         if paths is not None:
             length = call.view("paths", paths, axes=3).shape[2]
         call.sizes(requests=requests, rows=rows, heads=heads, rank=rank, rope=width - rank, dtype=kind)

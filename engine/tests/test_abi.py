@@ -104,6 +104,7 @@ def test_the_numbers_of_the_header_are_those_used_here(tmp_path):
         "BF16": abi.DTYPES["bfloat16"],
         **{f"ROUTE_{name.upper()}": number for number, name in enumerate(abi.ROUTES)},
         **{f"ATTENTION_{name.upper()}": number for number, name in enumerate(abi.ATTENTION_PATHS)},
+        **{f"CACHE_{name.upper()}": number for number, name in enumerate(abi.CACHES)},
         **{re.sub("Error$", "", error.__name__).upper(): code for code, error in abi.ERRORS.items()},
     }
     lines = (f'printf("%d\\n", (int)KDTREE_{name});' for name in pairs)

@@ -45,6 +45,7 @@ ENUMS = {
     "KDTREE_GEMM_": decode_abi.GEMMS,
     "KDTREE_ATTENTION_": decode_abi.ATTENTIONS,
     "KDTREE_PATH_": decode_abi.PATHS,
+    "KDTREE_KERNEL_": decode_abi.ATTENTION_KERNELS,
     "KDTREE_FINISH_": decode_abi.FINISHES,
 }
 

@@ -68,6 +68,19 @@ def test_bf16_and_the_kernels_that_it_took_are_told(world, bf16_tokens, call):
     assert err.endswith("; ended by length\nin bfloat16, kernels of products: general, attention: general\n")
 
 
+def test_a_cache_in_fp8_is_told_and_refused_where_it_does_not_fit(world, call, tmp_path):
+    config = micro_target(kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=16)
+    file = write_model(tmp_path / "target.kdtr", config, random_weights(config))
+    common = ("--tokens", TOKENS, "--max-new-tokens", 2, "--cache", "fp8")
+    status, _, err = call("--target", file, *common, "--dtype", "bfloat16")
+    assert status == 0
+    assert err.endswith("\nin bfloat16, cache in fp8, kernels of products: general, attention: mma\n")
+    status, _, err = call("--target", file, *common)
+    assert (status, err) == (2, "engine: an fp8 cache holds rows of bf16, and the dtype is float32\n")
+    status, _, err = call("--target", world.target_file, *common, "--dtype", "bfloat16")
+    assert (status, err) == (2, "engine: an fp8 cache holds rows of 512 + 64 values, and the model's have 6 + 4\n")
+
+
 def test_the_method_follows_from_the_models_and_draws_from_the_options(world, call):
     status, _, err = call("--target", world.target_file, "--tokens", TOKENS, "--max-new-tokens", 3)
     assert (status, "3 rounds, tau 1.00" in err) == (0, True)

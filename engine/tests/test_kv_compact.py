@@ -79,6 +79,7 @@ LAYOUTS = [
     (np.uint16, 577, 0, 2),
     (np.uint16, 8, 1, 2),
     (np.uint8, 1153, 0, 1),
+    (np.uint8, 656, 0, 16),  # of an fp8 cache
     (np.uint8, 16, 3, 1),
 ]
 

@@ -13,6 +13,8 @@ from engine.abi import SizeError, UnsupportedError
 from engine.arrays import ArrayError
 from engine.ops import Cache
 from engine.tests.backends import guarded, is_host, to_device, to_host
+from reference.fp8_row import ROW_BYTES, dequantize_rows, quantize_rows
+from reference.numerics import float32_to_bf16_bits
 
 RANK, ROPE, SCALE = 512, 64, 0.07
 PARENTS = [-1, 0, 0, 1, 3, 2]
@@ -148,6 +150,21 @@ def test_without_paths_a_row_sees_those_before_it_and_pages_change_nothing(ops):
     np.testing.assert_allclose(
         widen(whole[0, row]), weights / weights.sum(axis=1, keepdims=True) @ keys[:, :RANK], atol=0.02
     )
+
+
+def test_an_fp8_cache_has_the_bits_of_the_rows_that_it_stands_for(ops):
+    problem = Problem.of("bfloat16", (40, 70), 16)
+    values = widen(problem.rows).astype(np.float32).reshape(-1, RANK + ROPE)
+    bytes_of_rows = quantize_rows(values[:, :RANK], values[:, RANK:])
+    rows = float32_to_bf16_bits(np.concatenate(dequantize_rows(bytes_of_rows), axis=1)).reshape(problem.rows.shape)
+    expected = attend(ops, Problem(problem.q, rows, problem.prefixes, RANK, problem.dtype), path="portable")
+    cache = Cache(to_device(ops, bytes_of_rows.reshape(*problem.rows.shape[:3], ROW_BYTES)))
+    given = problem.arguments(ops)
+    for path in ("portable", "best"):
+        found = ops.mla_attention(to_device(ops, problem.q), cache, **given, path=path)
+        np.testing.assert_array_equal(to_host(ops, found), expected)
+    with pytest.raises(UnsupportedError, match=r"no wgmma here, which needs .* rows in bf16"):
+        ops.mla_attention(to_device(ops, problem.q), cache, **given, path="wgmma")
 
 
 @pytest.mark.parametrize(

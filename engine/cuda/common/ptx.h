@@ -28,6 +28,13 @@ __device__ inline void copy_async_16(void* shared, const void* global, bool vali
                : "memory");
 }
 
+// The same of 4 bytes.
+__device__ inline void copy_async_4(void* shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // Closes the thread's group of copies.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -14,6 +14,7 @@ namespace host {
 struct AsyncCopy {
   void* to;
   const void* from;
+  size_t bytes;
 };
 
 // The lane's copies, oldest first: start_copy adds one to the open group, close_copies closes the group, take_copy
@@ -54,11 +55,23 @@ struct MmaPart {
 
 }  // namespace host
 
+namespace host {
+
+template <size_t kBytes>
+void copy_async(void* shared, const void* global, bool valid) {
+  check_alignment(shared, kBytes, "cp.async");
+  if (valid) check_alignment(global, kBytes, "cp.async");
+  std::memset(shared, 0xff, kBytes);
+  start_copy({shared, valid ? global : nullptr, kBytes});
+}
+
+}  // namespace host
+
 inline void copy_async_16(void* shared, const void* global, bool valid = true) {
-  host::check_alignment(shared, 16, "cp.async");
-  if (valid) host::check_alignment(global, 16, "cp.async");
-  std::memset(shared, 0xff, 16);
-  host::start_copy({shared, valid ? global : nullptr});
+  host::copy_async<16>(shared, global, valid);
+}
+inline void copy_async_4(void* shared, const void* global, bool valid = true) {
+  host::copy_async<4>(shared, global, valid);
 }
 
 inline void commit_copies() { host::close_copies(); }
@@ -67,9 +80,9 @@ template <int kPending>
 void wait_copies() {
   for (host::AsyncCopy copy; host::take_copy(kPending, &copy);) {
     if (copy.from != nullptr)
-      std::memcpy(copy.to, copy.from, 16);
+      std::memcpy(copy.to, copy.from, copy.bytes);
     else
-      std::memset(copy.to, 0, 16);
+      std::memset(copy.to, 0, copy.bytes);
   }
 }
 

@@ -47,6 +47,13 @@ typedef enum kdtree_attention { KDTREE_ATTENTION_EXACT = 0, KDTREE_ATTENTION_MAS
 /* Kernels for any sizes, or those on tensor cores: bf16, of the sizes that they are built for. */
 typedef enum kdtree_path { KDTREE_PATH_GENERAL = 0, KDTREE_PATH_TENSOR_CORES = 1 } kdtree_path;
 
+/* Which attention serves the exact form. Their bits differ; device, model and cache rows choose. */
+typedef enum kdtree_attention_kernel {
+  KDTREE_KERNEL_GENERAL = 0,
+  KDTREE_KERNEL_MMA = 1, /* tensor cores of any device */
+  KDTREE_KERNEL_WGMMA = 2
+} kdtree_attention_kernel;
+
 typedef struct kdtree_decoder_args {
   uint32_t struct_size;
   int32_t device;
@@ -60,9 +67,9 @@ typedef struct kdtree_decoder_args {
   int32_t cache_block_size; /* rows of a cache block; 0: contiguous caches */
   int32_t gemm;             /* kdtree_gemm */
   int32_t attention;        /* kdtree_attention */
-  int32_t dtype;    /* kdtree_dtype of weights, activations and caches; logits are float32. A caller's struct may
-                       end in front of it, as it once did: float32 */
-  int32_t reserved; /* 0 */
+  int32_t dtype;      /* kdtree_dtype of weights, activations and caches; logits are float32. A caller's struct may
+                         end in front of it, as it once did: float32 */
+  int32_t cache_rows; /* kdtree_cache_rows of the target; fp8 takes KDTREE_BF16 and rows of 512 + 64 values */
 } kdtree_decoder_args;
 
 typedef struct kdtree_decoder_info {
@@ -73,10 +80,12 @@ typedef struct kdtree_decoder_info {
   int32_t block_size;
   int32_t row_bytes; /* of a cache row */
   uint64_t model_bytes, cache_bytes, scratch_bytes;
-  int32_t dtype;          /* kdtree_dtype; a caller's struct may end in front of it */
-  int32_t products_path;  /* kdtree_path of the target's and the drafter's products, but those of cuBLAS */
-  int32_t attention_path; /* kdtree_path of the target's attention in the exact form */
-  int32_t graphs;         /* 1: rounds of runs that are not eager are replayed as CUDA graphs, see kdtree_run_round */
+  int32_t dtype;            /* kdtree_dtype; a caller's struct may end in front of it */
+  int32_t products_path;    /* kdtree_path of the target's and the drafter's products, but those of cuBLAS */
+  int32_t attention_path;   /* kdtree_path of the target's attention in the exact form */
+  int32_t graphs;           /* 1: rounds of runs that are not eager are replayed as CUDA graphs, see kdtree_run_round */
+  int32_t cache_rows;       /* kdtree_cache_rows; a caller's struct may end in front of it */
+  int32_t attention_kernel; /* kdtree_attention_kernel */
 } kdtree_decoder_info;
 
 /* The models may be destroyed afterwards. */

@@ -266,13 +266,17 @@ typedef struct kdtree_kv_compact_args {
 
 KDTREE_API kdtree_status kdtree_kv_compact(const kdtree_kv_compact_args* args);
 
+/* How a latent cache keeps a row: in the dtype, or in the 656 bytes known as fp8_ds_mla: 512 latents as e4m3 codes, a
+ * float32 scale for each 128 of them, 64 rope channels in bf16. The latter stands for a bf16 row of 512 + 64 values. */
+typedef enum kdtree_cache_rows { KDTREE_CACHE_DTYPE = 0, KDTREE_CACHE_FP8 = 1 } kdtree_cache_rows;
+
 /* Stage verify, its attention alone: MLA in the absorbed form, every row over the cache rows of its request's prefix
  * and of its own path, at their absolute positions, so that its bits are those of plain decoding. The rows of the pass
  * are in the cache already. reference/mla.py `latent_attention`. What is past a request's node count is not defined. */
 typedef enum kdtree_attention_path {
   KDTREE_ATTENTION_BEST = 0,     /* what the engine takes on this device */
   KDTREE_ATTENTION_PORTABLE = 1, /* of bf16 mma.sync; of float32 there is no other */
-  KDTREE_ATTENTION_WGMMA = 2     /* of bf16 on compute capability 9.0; its bits differ from the portable ones */
+  KDTREE_ATTENTION_WGMMA = 2     /* of bf16 rows on compute capability 9.0; its bits differ from the portable ones */
 } kdtree_attention_path;
 
 typedef struct kdtree_mla_attention_args {
@@ -283,6 +287,7 @@ typedef struct kdtree_mla_attention_args {
   int32_t rank;        /* values of a latent; of bf16: 512 */
   int32_t rope;        /* of its rope key; of bf16: 64 */
   int32_t dtype;       /* kdtree_dtype of q, cache and out */
+  int32_t cache_rows;  /* kdtree_cache_rows */
   int32_t path;        /* kdtree_attention_path */
   int32_t layer;       /* of the cache */
   int32_t longest;     /* >= the keys of every row; the closer, the better the work is cut */

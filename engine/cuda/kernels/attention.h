@@ -23,7 +23,8 @@ struct MlaAttentionArgs {
   const T* q_rope;                         // [M, heads, rope] rotated
   int64_t q_latent_stride, q_rope_stride;  // elements from row to row; heads lie q_latent_head, q_rope_head apart
   int64_t q_latent_head, q_rope_head;
-  kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope); the rows of the pass are written already
+  kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope), or of fp8_row.h; the rows of the pass are written
+  CacheRows cache_rows;
   int layer;
   T* out;      // [M, heads, rank]
   float* lse;  // [M, heads] natural logarithm; may be NULL
@@ -46,7 +47,9 @@ struct MlaAttentionBf16Args {
   const uint16_t* q_rope;                  // [M, heads, 64] bf16, rotated
   int64_t q_latent_stride, q_rope_stride;  // elements from row to row; heads lie q_latent_head, q_rope_head apart; even
   int64_t q_latent_head, q_rope_head;
-  kdtree_cache_view cache;  // row_bytes = 1152; base and strides multiples of 16; the rows of the pass are written
+  kdtree_cache_view
+      cache;             // row_bytes = 1152 or 656; base and strides multiples of 16; the rows of the pass are written
+  CacheRows cache_rows;  // fp8: the bits of the bf16 rows that it stands for, on the portable path
   int layer;
   uint16_t* out;  // [M, heads, 512] bf16
   float* lse;     // [M, heads] natural logarithm; may be NULL
@@ -63,7 +66,7 @@ struct MlaAttentionBf16Args {
 // does not change.
 enum class AttentionPath : int {
   kPortable = 0,  // mma.sync
-  kWgmma = 1      // compute capability 9.0 with 227 KB of shared memory, a scale above 0
+  kWgmma = 1      // compute capability 9.0 with 227 KB of shared memory, a scale above 0, bf16 rows
 };
 AttentionPath mla_attention_bf16_path(const MlaAttentionBf16Args& args);
 // At most 384 MiB, unless 64 head rows need more; 0 and a message on an error. A pass takes less too, down to 64 head

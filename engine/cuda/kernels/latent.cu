@@ -3,6 +3,7 @@
 
 #include "common/behind.h"
 #include "kernels/cache_row.h"
+#include "kernels/fp8_row.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rope.h"
 
@@ -10,7 +11,7 @@ namespace kdtree {
 namespace {
 
 // Rows past the used ones are left out. A row that the cache has no place for is only computed.
-template <typename T>
+template <typename T, CacheRows kRows>
 __global__ void __launch_bounds__(kNormThreads) latent_kernel(LatentArgs<T> a, bool vector) {
   __shared__ float sums[kNormThreads / kWarp];
   start_behind();
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kNormThreads) latent_kernel(LatentArgs<T> a, b
   const int64_t place = static_cast<int64_t>(a.rows.prefix_lengths[request]) + row % a.rows.width;
   const int64_t offset = place < 0 || place >= a.cache.capacity ? -1 : cache_row(a.cache, request, place);
   unsigned char* const layer = static_cast<unsigned char*>(a.cache.base) + a.layer * a.cache.layer_stride;
-  T* const cached = offset < 0 ? nullptr : reinterpret_cast<T*>(layer + offset);
+  unsigned char* const cached = offset < 0 ? nullptr : layer + offset;
 
   T* const key = kv + a.rank;
   for (int i = static_cast<int>(threadIdx.x); i < a.rope / 2; i += static_cast<int>(blockDim.x))
@@ -45,27 +46,33 @@ __global__ void __launch_bounds__(kNormThreads) latent_kernel(LatentArgs<T> a, b
   const auto put = [&](int c, float4 v, float4 w) {
     const float4 result = normed<T>(v, size, w);
     store4(kv + c, result, a.rank - c, vector);
-    if (cached != nullptr) store4(cached + c, result, a.rank - c, vector);
+    if (cached == nullptr) return;
+    if constexpr (kRows == CacheRows::kFp8)
+      put_fp8_latents(cached, c, rounded4<T>(result));
+    else
+      store4(reinterpret_cast<T*>(cached) + c, result, a.rank - c, vector);
   };
   if (one) put(first, held, weight);
   for (int c = first + stride; c < a.rank; c += stride)
     put(c, load4(kv + c, a.rank - c, vector), load4(a.weight + c, a.rank - c, vector));
   if (cached == nullptr) return;
-  for (int i = static_cast<int>(threadIdx.x); i < a.rope; i += static_cast<int>(blockDim.x))
-    cached[a.rank + i] = key[i];
+  const int rope_at = kRows == CacheRows::kFp8 ? Fp8Row::kRopeAt : static_cast<int>(sizeof(T)) * a.rank;
+  T* const cached_key = reinterpret_cast<T*>(cached + rope_at);
+  for (int i = static_cast<int>(threadIdx.x); i < a.rope; i += static_cast<int>(blockDim.x)) cached_key[i] = key[i];
 }
 
-template <typename T>
+template <typename T, CacheRows kRows>
 kdtree_status write_latents(const LatentArgs<T>& a, cudaStream_t stream) {
   constexpr int64_t kMost = 0x7fffffff;
-  constexpr int kElement = sizeof(T);
+  constexpr bool kFp8 = kRows == CacheRows::kFp8;
+  constexpr int kElement = kFp8 ? 16 : sizeof(T);  // of a cache row
   const kdtree_cache_view& cache = a.cache;
-  const int64_t row_bytes = kElement * (static_cast<int64_t>(a.rank) + a.rope);
+  const int64_t row_bytes = kFp8 ? Fp8Row::kBytes : kElement * (static_cast<int64_t>(a.rank) + a.rope);
   Arguments arguments("latents");
   arguments.range("requests", a.rows.requests, 1, KDTREE_MAX_REQUESTS)
       .range("rows", static_cast<int64_t>(a.rows.requests) * a.rows.width, 1, kMost)
-      .range("rank", a.rank, 1, 1 << 20)
-      .range("rope", a.rope, 0, 1 << 20)
+      .range("rank", a.rank, kFp8 ? Fp8Row::kLatent : 1, kFp8 ? Fp8Row::kLatent : 1 << 20)
+      .range("rope", a.rope, kFp8 ? Fp8Row::kRope : 0, kFp8 ? Fp8Row::kRope : 1 << 20)
       .range("rope % 2", a.rope % 2, 0, 0)
       .range("layout", static_cast<int>(a.layout), 0, 1)
       .range("kv_stride", a.kv_stride, static_cast<int64_t>(a.rank) + a.rope, INT64_MAX)
@@ -84,7 +91,7 @@ kdtree_status write_latents(const LatentArgs<T>& a, cudaStream_t stream) {
       .array("weight", a.weight, sizeof(T))
       .array("cos", a.cos, sizeof(float))
       .array("sin", a.sin, sizeof(float))
-      .array("cache.base", cache.base, sizeof(T));
+      .array("cache.base", cache.base, kElement);
   if (cache.block_size > 0 && !arguments.failed())
     arguments.range("cache.table_stride", cache.table_stride, ceil_div(cache.capacity, cache.block_size), kMost)
         .array("cache.block_table", cache.block_table, sizeof(int32_t));
@@ -96,17 +103,23 @@ kdtree_status write_latents(const LatentArgs<T>& a, cudaStream_t stream) {
         .range("head_stride", a.head_stride, a.rope, INT64_MAX)
         .range("query_stride", a.query_stride, (a.heads - 1) * a.head_stride + a.rope, INT64_MAX);
   KDTREE_RETURN_IF_FAILED(arguments.status());
-  const bool vector = fours<T>({a.kv, a.weight, cache.base},
-                               {a.kv_stride, a.rank, cache.row_stride / kElement, cache.layer_stride / kElement,
-                                cache.block_size == 0 ? cache.request_stride / kElement : 0});
+  const bool vector = fours<T>({a.kv, a.weight}, {a.kv_stride, a.rank}) &&
+                      (kFp8 || fours<T>({cache.base}, {cache.row_stride / kElement, cache.layer_stride / kElement,
+                                                       cache.block_size == 0 ? cache.request_stride / kElement : 0}));
   const dim3 threads = norm_threads(a.rank);
   const dim3 grid(static_cast<unsigned>(a.rows.count()), 1 + static_cast<unsigned>(ceil_div(pairs, threads.x)));
-  return launch_behind("latent_kernel", latent_kernel<T>, grid, threads, 0, stream, a, vector);
+  return launch_behind("latent_kernel", latent_kernel<T, kRows>, grid, threads, 0, stream, a, vector);
 }
 
 }  // namespace
 
-kdtree_status latents(const LatentArgs<float>& args, cudaStream_t stream) { return write_latents(args, stream); }
-kdtree_status latents(const LatentArgs<uint16_t>& args, cudaStream_t stream) { return write_latents(args, stream); }
+kdtree_status latents(const LatentArgs<float>& args, cudaStream_t stream) {
+  if (args.cache_rows == CacheRows::kFp8) return fail(KDTREE_SIZE, "latents: an fp8 cache holds rows of bf16");
+  return write_latents<float, CacheRows::kPlain>(args, stream);
+}
+kdtree_status latents(const LatentArgs<uint16_t>& args, cudaStream_t stream) {
+  return args.cache_rows == CacheRows::kFp8 ? write_latents<uint16_t, CacheRows::kFp8>(args, stream)
+                                            : write_latents<uint16_t, CacheRows::kPlain>(args, stream);
+}
 
 }  // namespace kdtree

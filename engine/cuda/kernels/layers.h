@@ -29,6 +29,10 @@ struct Rows {
   __device__ bool used(int row) const { return row % width <= node_count[row / width]; }
 };
 
+// How a cache keeps its rows: rank + rope values of T, or the 656 bytes of fp8_row.h, which are made and read by what
+// computes in bf16.
+enum class CacheRows : int { kPlain = 0, kFp8 = 1 };
+
 // y[m, :] = table[token of row m, :]; zeros for rows past the used ones. table [V, hidden].
 template <typename T>
 struct EmbedArgs {
@@ -93,11 +97,12 @@ struct LatentArgs {
   const T* weight;    // [rank]
   const float* cos;   // [positions, rope / 2] tables, see rope_tables
   const float* sin;
-  kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope)
+  kdtree_cache_view cache;  // row_bytes = sizeof(T) * (rank + rope), or of fp8_row.h
   int layer;
   int rank, rope;
   float eps;
   RopeLayout layout;
+  CacheRows cache_rows = CacheRows::kPlain;
   T* queries = nullptr;
   int64_t query_stride = 0, head_stride = 0;  // elements
   int heads = 0;

@@ -1,5 +1,5 @@
-// MLA attention in the absorbed form over the latent cache, computed in float32, of float32 or bf16. attention.h says
-// what, attention_tile.h how.
+// MLA attention in the absorbed form over the latent cache, computed in float32, of float32, bf16, or bf16 with an fp8
+// cache. attention.h says what, attention_tile.h how.
 //
 // A block takes 16 heads of one row. Keys lie in chunks that begin at multiples of 128 positions; a chunk is summed
 // tile by tile and the chunks are joined in order, by one formula: inside a block that walks through all of them, or by
@@ -9,6 +9,7 @@
 #include "kernels/attention_tile.h"
 #include "kernels/bf16.h"
 #include "kernels/cache_row.h"
+#include "kernels/fp8_row.h"
 
 namespace kdtree {
 namespace {
@@ -46,7 +47,7 @@ struct Keys {
     count = min(count, a.longest);
   }
 
-  __device__ const T* at(int position) const {
+  __device__ const unsigned char* at(int position) const {
     int place = position;
     if (position >= prefix) {
       const int offset = position - prefix;
@@ -58,8 +59,8 @@ struct Keys {
         place = prefix + a.rows.paths[static_cast<int64_t>(row) * a.rows.path_stride + offset];
       }
     }
-    const char* const base = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride;
-    return reinterpret_cast<const T*>(base + cache_row(a.cache, request, place));
+    return static_cast<const unsigned char*>(a.cache.base) + a.layer * a.cache.layer_stride +
+           cache_row(a.cache, request, place);
   }
 };
 
@@ -76,22 +77,24 @@ __device__ void load_query(const MlaAttentionArgs<T>& a, int row, int first_head
   }
 }
 
-template <typename T>
+template <CacheRows kRows, typename T>
 __device__ void load_keys(const Keys<T>& keys, int first, int last, const Tile& tile) {
   const int stride = tile_stride(tile.width);
   for (int k = warp_id(); k < kTileKeys; k += warp_count()) {
-    const T* source = first + k < last ? keys.at(first + k) : nullptr;
+    const unsigned char* const source = first + k < last ? keys.at(first + k) : nullptr;
     for (int i = lane_id(); i < tile.width; i += kWarp)
-      tile.keys[k * stride + i] = source != nullptr ? widen(source[i]) : 0.0f;
+      tile.keys[k * stride + i] = source == nullptr          ? 0.0f
+                                  : kRows == CacheRows::kFp8 ? fp8_row_value(source, i)
+                                                             : widen(reinterpret_cast<const T*>(source)[i]);
   }
 }
 
 // One chunk of the row's keys.
-template <typename T>
+template <CacheRows kRows, typename T>
 __device__ void attend_chunk(const Keys<T>& keys, int chunk, float scale, const Tile& tile, Attended* sum) {
   const int end = min(keys.count, (chunk + 1) * kChunk);
   for (int first = chunk * kChunk; first < end; first += kTileKeys) {
-    load_keys(keys, first, end, tile);
+    load_keys<kRows>(keys, first, end, tile);
     __syncthreads();
     const int key = first + static_cast<int>(threadIdx.x) % kTileKeys;
     attend(tile, key < end && keys.at(key) != nullptr, scale, sum);
@@ -117,7 +120,7 @@ size_t shared_bytes(int width) {
 }
 
 // Grid: rows, groups of 16 heads, and chunks or 1.
-template <typename T>
+template <typename T, CacheRows kRows>
 __global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAttentionArgs<T> a, int chunks, bool walk) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int row = static_cast<int>(blockIdx.x), first_head = static_cast<int>(blockIdx.y) * kTileHeads;
@@ -135,7 +138,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) mla_attention_kernel(MlaAtten
     load_query(a, row, first_head, tile);
     for (int chunk = first; chunk < end; ++chunk) {
       Attended next;
-      attend_chunk(keys, chunk, a.scale, tile, &next);
+      attend_chunk<kRows>(keys, chunk, a.scale, tile, &next);
       const Join join(sum.peak, next.peak);
       if (threadIdx.x % kTileKeys == 0) {
         tile.factors[threadIdx.x / kTileKeys] = join.first;
@@ -207,17 +210,18 @@ __global__ void __launch_bounds__(kTileThreads, 1) mla_join_kernel(MlaAttentionA
   }
 }
 
-template <typename T>
+template <typename T, CacheRows kRows>
 kdtree_status attend_rows(const MlaAttentionArgs<T>& a, cudaStream_t stream) {
+  constexpr bool kFp8 = kRows == CacheRows::kFp8;
+  const int64_t row_bytes = kFp8 ? Fp8Row::kBytes : static_cast<int64_t>(sizeof(T)) * (a.rank + a.rope);
   Arguments arguments("mla_attention");
   arguments.range("rows", a.rows.count(), 1, INT32_MAX)
       .range("heads", a.heads, 1, 65535)
-      .range("rank", a.rank, 1, kMostRank)
-      .range("rope", a.rope, 0, kMostRank)
+      .range("rank", a.rank, kFp8 ? Fp8Row::kLatent : 1, kMostRank)
+      .range("rope", a.rope, kFp8 ? Fp8Row::kRope : 0, kFp8 ? Fp8Row::kRope : kMostRank)
       .range("longest", a.longest, 1, INT32_MAX - kChunk)
-      .range("row_bytes", a.cache.row_bytes, static_cast<int64_t>(sizeof(T)) * (a.rank + a.rope),
-             static_cast<int64_t>(sizeof(T)) * (a.rank + a.rope))
-      .array("cache", a.cache.base, sizeof(T))
+      .range("row_bytes", a.cache.row_bytes, row_bytes, row_bytes)
+      .array("cache", a.cache.base, kFp8 ? sizeof(float) : sizeof(T))
       .array("visibility", a.rows.visibility, 4, a.form == AttentionForm::kMask);
   if (arguments.failed()) return arguments.status();
   const int chunks = static_cast<int>(ceil_div(a.longest, kChunk));
@@ -225,10 +229,10 @@ kdtree_status attend_rows(const MlaAttentionArgs<T>& a, cudaStream_t stream) {
                     a.workspace_size < partial_bytes(a.rows.count(), chunks, a.heads, a.rank);
   const size_t bytes = shared_bytes(a.rank + a.rope);
   KDTREE_RETURN_IF_FAILED(
-      allow_shared_memory(reinterpret_cast<const void*>(mla_attention_kernel<T>), "mla_attention", bytes));
+      allow_shared_memory(reinterpret_cast<const void*>(mla_attention_kernel<T, kRows>), "mla_attention", bytes));
   const dim3 grid(static_cast<unsigned>(a.rows.count()), static_cast<unsigned>(ceil_div(a.heads, kTileHeads)),
                   walk ? 1u : static_cast<unsigned>(chunks));
-  KDTREE_LAUNCH((mla_attention_kernel<T>), grid, dim3(kTileThreads), bytes, stream, a, chunks, walk);
+  KDTREE_LAUNCH((mla_attention_kernel<T, kRows>), grid, dim3(kTileThreads), bytes, stream, a, chunks, walk);
   KDTREE_RETURN_IF_FAILED(check_launch("mla_attention_kernel"));
   if (walk) return KDTREE_OK;
   KDTREE_LAUNCH((mla_join_kernel<T>), dim3(static_cast<unsigned>(a.rows.count()), static_cast<unsigned>(a.heads)),
@@ -244,10 +248,12 @@ size_t mla_attention_workspace(int rows, int heads, int rank, int longest) {
 }
 
 kdtree_status mla_attention(const MlaAttentionArgs<float>& args, cudaStream_t stream) {
-  return attend_rows(args, stream);
+  if (args.cache_rows == CacheRows::kFp8) return fail(KDTREE_SIZE, "mla_attention: an fp8 cache holds rows of bf16");
+  return attend_rows<float, CacheRows::kPlain>(args, stream);
 }
 kdtree_status mla_attention(const MlaAttentionArgs<uint16_t>& args, cudaStream_t stream) {
-  return attend_rows(args, stream);
+  return args.cache_rows == CacheRows::kFp8 ? attend_rows<uint16_t, CacheRows::kFp8>(args, stream)
+                                            : attend_rows<uint16_t, CacheRows::kPlain>(args, stream);
 }
 
 }  // namespace kdtree

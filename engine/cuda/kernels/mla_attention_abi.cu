@@ -36,16 +36,17 @@ kdtree_status attend_bf16(const kdtree_mla_attention_args& a) {
   args.q_rope = args.q_latent + a.rank;
   args.q_latent_head = args.q_rope_head = a.rank + a.rope;
   args.q_latent_stride = args.q_rope_stride = args.q_latent_head * a.heads;
-  args.cache = a.cache, args.layer = a.layer;
+  args.cache = a.cache, args.cache_rows = static_cast<CacheRows>(a.cache_rows), args.layer = a.layer;
   args.out = static_cast<uint16_t*>(a.out), args.lse = a.lse;
   args.heads = a.heads, args.scale = a.scale, args.longest = a.longest;
   args.portable = a.path == KDTREE_ATTENTION_PORTABLE;
   args.workspace = a.workspace, args.workspace_size = a.workspace_size;
   if (a.path == KDTREE_ATTENTION_WGMMA && mla_attention_bf16_path(args) != AttentionPath::kWgmma)
-    return fail(KDTREE_UNSUPPORTED,
-                "kdtree_mla_attention: no wgmma here, which needs compute capability 9.0, 227 KB of shared memory and a "
-                "scale above 0 (it is %g)",
-                static_cast<double>(a.scale));
+    return fail(
+        KDTREE_UNSUPPORTED,
+        "kdtree_mla_attention: no wgmma here, which needs compute capability 9.0, 227 KB of shared memory, rows "
+        "in bf16 and a scale above 0 (it is %g)",
+        static_cast<double>(a.scale));
   return mla_attention_bf16(args, static_cast<cudaStream_t>(a.stream));
 }
 
@@ -73,6 +74,7 @@ extern "C" kdtree_status kdtree_mla_attention(const kdtree_mla_attention_args* a
       .range("requests", a.requests, 1, KDTREE_MAX_REQUESTS)
       .range("rows", a.rows, 1, KDTREE_MAX_BUDGET + 1)
       .range("dtype", a.dtype, KDTREE_F32, KDTREE_BF16)
+      .range("cache_rows", a.cache_rows, KDTREE_CACHE_DTYPE, bf16 ? KDTREE_CACHE_FP8 : KDTREE_CACHE_DTYPE)
       .range("path", a.path, KDTREE_ATTENTION_BEST, bf16 ? KDTREE_ATTENTION_WGMMA : KDTREE_ATTENTION_PORTABLE)
       .range("layer", a.layer, 0, a.cache.layers - 1)
       .range("path_stride", a.path_stride, a.paths != nullptr ? 1 : 0, KDTREE_MAX_BUDGET + 1)

@@ -1,6 +1,7 @@
 // MLA attention in the absorbed form over the latent cache, bf16, on mma.sync; where there is wgmma,
 // mla_attention_wgmma.cu serves. attention.h says what, mla_bf16_plan.h how a pass is cut, mla_bf16_block.h and
-// mla_bf16_tile.h what a block does. mla_attention_bf16.md: what bounds it, what was tried.
+// mla_bf16_tile.h what a block does, mla_fp8_tile.h how tiles are made of an fp8 cache. mla_attention_bf16.md: what
+// bounds it, what was tried.
 //
 // A block takes 64 head rows - 64 heads of one node or, with fewer heads, all heads of several - or, where that would
 // leave multiprocessors idle, 16. It takes one chunk of keys (few rows) or one span (many), and joins the chunks of a
@@ -12,7 +13,7 @@
 #include <algorithm>
 
 #include "kernels/attention.h"
-#include "kernels/mla_bf16_block.h"
+#include "kernels/mla_fp8_tile.h"
 #include "kernels/mla_wgmma.h"
 
 namespace kdtree {
@@ -22,13 +23,13 @@ namespace {
 constexpr size_t kMostWorkspace = size_t{384} << 20;
 
 // Grid: groups of the slice, parts, the last first.
-template <int kRows, bool kAhead>
+template <int kRows, bool kAhead, bool kFp8>
 __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16Args a, Plan plan) {
   if (kAhead && !kLargeShared) return;
-  using Shape = Shape<kRows, kAhead>;
-  constexpr int kStages = Shape::kStages;
+  using Shape = Shape<kRows, kAhead, kFp8>;
+  constexpr int kStages = Shape::kStages, kCodeStages = Shape::kCodeStages;
   KDTREE_DYNAMIC_SHARED(tiles);
-  unsigned char* const meetings = tiles + kStages * kTileBytes;
+  unsigned char* const meetings = tiles + Shape::kKeyBytes;
   constexpr int kMeetingsBytes = Shape::kTurns * (Shape::kMeetingBytes + Shape::kWeightBytes);
   Shared<Shape>& shared = *reinterpret_cast<Shared<Shape>*>(meetings + kMeetingsBytes);
   const Work& work = shared.work;
@@ -55,10 +56,28 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
     }
     commit_copies();
   };
+  const auto code_stage = [=](int turn) {
+    return tiles + kStages * kTileBytes + static_cast<unsigned>(turn) % max(kCodeStages, 1) * kFp8StageBytes;
+  };
+  // Fp8: once the codes of a turn were converted, those that take their place, and rope channels. Turns before the
+  // first one ask for what the first ones need.
+  const auto copy_behind = [&](int turn) {
+    if (const int rope = turn + Shape::kRopeAhead; rope >= 0)
+      copy_rope(base, a.cache.row_stride, shared, rope, tile(rope));
+    commit_copies();
+    copy_codes(base, a.cache.row_stride, shared, turn + kCodeStages, code_stage(turn + kCodeStages));
+    commit_copies();
+  };
+  const auto convert = [&](int turn) {
+    wait_copies<2 * (kCodeStages - 1)>();
+    convert_codes(code_stage(turn), tile(turn));
+    copy_behind(turn);
+  };
 
   // The queries come by way of the tiles that are needed last.
   constexpr int kQueryTiles = (kRows + kKeys - 1) / kKeys, kFirstTiles = kAhead ? kStages - kQueryTiles : 0;
-  unsigned char* const query_tiles = tiles + (kStages - kQueryTiles) * kTileBytes;
+  static_assert(kQueryTiles * kTileBytes <= Shape::kKeyBytes + kMeetingsBytes);
+  unsigned char* const query_tiles = tiles + max(kStages - kQueryTiles, 0) * kTileBytes;
   copy_query<Shape>(a, work, query_tiles);
   look_up(a, 0, &shared);
   if (Shape::kLookedUp == 1) look_up(a, 1, &shared);
@@ -67,13 +86,25 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
     for (int i = 0; i < Shape::kTurns; ++i) shared.chunks[i][threadIdx.x] = RowState();
   }
   __syncthreads();
-  for (int turn = 0; turn < kFirstTiles; ++turn) copy(turn);
-  wait_copies<kFirstTiles>();
+  if constexpr (!kFp8) {
+    for (int turn = 0; turn < kFirstTiles; ++turn) copy(turn);
+    wait_copies<kFirstTiles>();
+  } else if constexpr (kAhead) {
+    for (int turn = -kCodeStages; turn < 0; ++turn) copy_behind(turn);
+    wait_copies<2 * kCodeStages>();
+  } else {
+    wait_copies<0>();
+  }
   __syncthreads();
   typename Shape::Query query;
   load_query<Shape>(query_tiles, query);
   __syncthreads();
-  for (int turn = kFirstTiles; turn < (kAhead ? kStages : 1); ++turn) copy(turn);
+  if constexpr (!kFp8)
+    for (int turn = kFirstTiles; turn < (kAhead ? kStages : 1); ++turn) copy(turn);
+  else if constexpr (kAhead)
+    convert(0);
+  else
+    for (int turn = -kCodeStages; turn < 0; ++turn) copy_behind(turn);
   typename Shape::Sums sums = {};
 
   const auto add_values = [&](int number, int flags, bool moved) {
@@ -94,7 +125,9 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
       bool closes = false;
       do {
         // The tiles of the first turns were all asked for at once.
-        if (turn >= 2)
+        if (kFp8)
+          wait_copies<2 * Shape::kRopeAhead + 1>();
+        else if (turn >= 2)
           wait_copies<kStages - 4>();
         else if (turn == 1)
           wait_copies<kStages - 3>();
@@ -109,8 +142,9 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
         for (int first = 1; first >= 0; --first) {
           // Of two warps that share tensor cores one multiplies values while the other weighs.
           if ((Thread::again().warp < kQuarters) == (first != 0)) {
-            if (turn >= 2) copy(turn + kStages - 2);
+            if (!kFp8 && turn >= 2) copy(turn + kStages - 2);
             add_values(turn - 1, flags, any_moved);
+            if constexpr (kFp8) convert(turn + 2);
             continue;
           }
           float own[8];
@@ -134,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
             }
           }
         }
-        if ((turn + kStages) % Shape::kLookedUp == 0) look_up(a, turn + kStages, &shared);
+        if ((turn + Shape::kRowsAhead) % Shape::kLookedUp == 0) look_up(a, turn + Shape::kRowsAhead, &shared);
         closes = (flags & Turn::kCloses) != 0;
         flags = flags >> Turn::kFlagBits | shared.turn(turn + 2).flags << kNext;
         ++turn;
@@ -143,15 +177,21 @@ __global__ void __launch_bounds__(kThreads, 1) mla_bf16_kernel(MlaAttentionBf16A
     } while (turn <= work.turns);
   } else {
     for (int turn = 0; turn < work.turns; ++turn) {
-      wait_copies<kStages - 2>();
+      if constexpr (kFp8) {
+        wait_copies<1>();
+        convert_codes(code_stage(turn), tile(turn));
+      } else {
+        wait_copies<kStages - 2>();
+      }
       __syncthreads();  // the tile is there, and nobody looks at the one before
-      copy(turn + 1);
+      if (!kFp8) copy(turn + 1);
       look_up(a, turn + 2, &shared);
       // Flags are read again rather than kept.
       const auto empty = [&] { return (shared.turn(turn).flags & Turn::kEmpty) != 0; };
       float own[8];
       if (!empty()) multiply_keys(query, tile(turn), meeting(turn), own, [](int) {});
       __syncthreads();
+      if constexpr (kFp8) copy_behind(turn);
       bool moved = false;
       if (!empty() && Thread::again().warp < Shape::kGroups) {
         auto weighing = begin_weighing<false>(a, turn, 0, meeting(turn), shared);
@@ -317,15 +357,15 @@ kdtree_status plan_pass(int64_t requests, int width, int heads, int longest, int
   return KDTREE_OK;
 }
 
-template <int kRows, bool kAhead>
+template <int kRows, bool kAhead, bool kFp8>
 kdtree_status launch(const MlaAttentionBf16Args& a, Plan plan, cudaStream_t stream) {
-  constexpr size_t kBytes = shared_bytes<Shape<kRows, kAhead>>();
-  KDTREE_RETURN_IF_FAILED(
-      allow_shared_memory(reinterpret_cast<const void*>(mla_bf16_kernel<kRows, kAhead>), "mla_attention_bf16", kBytes));
+  constexpr size_t kBytes = shared_bytes<Shape<kRows, kAhead, kFp8>>();
+  KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(mla_bf16_kernel<kRows, kAhead, kFp8>),
+                                              "mla_attention_bf16", kBytes));
   const int groups = a.rows.requests * plan.groups;
   for (; plan.first < groups; plan.first += plan.slice) {
     const unsigned now = static_cast<unsigned>(std::min(plan.slice, groups - plan.first));
-    KDTREE_LAUNCH((mla_bf16_kernel<kRows, kAhead>), dim3(now, static_cast<unsigned>(plan.parts)), dim3(kThreads),
+    KDTREE_LAUNCH((mla_bf16_kernel<kRows, kAhead, kFp8>), dim3(now, static_cast<unsigned>(plan.parts)), dim3(kThreads),
                   kBytes, stream, a, plan);
     KDTREE_RETURN_IF_FAILED(check_launch("mla_bf16_kernel"));
     KDTREE_LAUNCH(mla_bf16_join_kernel, dim3(now * kRows / 2, kWarps / kJoinWarps), dim3(kJoinWarps * kWarp), 0, stream,
@@ -333,6 +373,15 @@ kdtree_status launch(const MlaAttentionBf16Args& a, Plan plan, cudaStream_t stre
     KDTREE_RETURN_IF_FAILED(check_launch("mla_bf16_join_kernel"));
   }
   return KDTREE_OK;
+}
+
+template <bool kFp8>
+kdtree_status launch(const MlaAttentionBf16Args& a, const Plan& plan, cudaStream_t stream) {
+  const size_t allowed = a.shared_memory > 0 ? static_cast<size_t>(a.shared_memory) : shared_memory_optin();
+  const bool ahead = allowed >= std::max(most_shared_bytes<64, true>(), most_shared_bytes<16, true>());
+  if (plan.rows == 16)
+    return ahead ? launch<16, true, kFp8>(a, plan, stream) : launch<16, false, kFp8>(a, plan, stream);
+  return ahead ? launch<64, true, kFp8>(a, plan, stream) : launch<64, false, kFp8>(a, plan, stream);
 }
 
 }  // namespace
@@ -351,7 +400,8 @@ size_t mla_attention_bf16_workspace(int requests, int width, int heads, int long
 
 AttentionPath mla_attention_bf16_path(const MlaAttentionBf16Args& a) {
   constexpr int kNeeded = 227 * 1024;
-  const bool wgmma = !a.portable && a.scale > 0 && (a.shared_memory <= 0 || a.shared_memory >= kNeeded);
+  const bool wgmma = !a.portable && a.cache_rows == CacheRows::kPlain && a.scale > 0 &&
+                     (a.shared_memory <= 0 || a.shared_memory >= kNeeded);
   return wgmma && mla_wgmma::available() ? AttentionPath::kWgmma : AttentionPath::kPortable;
 }
 
@@ -364,10 +414,12 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t str
   if (arguments.failed()) return arguments.status();
   if (a.heads != 16 && a.heads != 32 && a.heads != 64 && a.heads != 128)
     return fail(KDTREE_SIZE, "mla_attention_bf16: heads is %d, it must be 16, 32, 64 or 128", a.heads);
+  const bool fp8 = a.cache_rows == CacheRows::kFp8;
+  const int row_bytes = fp8 ? Fp8Row::kBytes : kRowBytes;
   arguments
       .range("head rows", static_cast<int64_t>(a.rows.requests) * ceil_div(int64_t{a.rows.width} * a.heads, kMostRows),
              1, INT32_MAX / kMostRows)
-      .range("row_bytes", a.cache.row_bytes, kRowBytes, kRowBytes)
+      .range("row_bytes", a.cache.row_bytes, row_bytes, row_bytes)
       .array("cache", a.cache.base, 16)
       .array("q_latent", a.q_latent, 4)
       .array("q_rope", a.q_rope, 4)
@@ -388,10 +440,7 @@ kdtree_status mla_attention_bf16(const MlaAttentionBf16Args& a, cudaStream_t str
   arguments.range("parts", plan.parts, 1, 65535)
       .workspace(a.workspace, a.workspace_size, partial_bytes(plan.rows, plan.parts));
   if (arguments.failed()) return arguments.status();
-  const size_t allowed = a.shared_memory > 0 ? static_cast<size_t>(a.shared_memory) : shared_memory_optin();
-  const bool ahead = allowed >= std::max(shared_bytes<Shape<64, true>>(), shared_bytes<Shape<16, true>>());
-  if (plan.rows == 16) return ahead ? launch<16, true>(a, plan, stream) : launch<16, false>(a, plan, stream);
-  return ahead ? launch<64, true>(a, plan, stream) : launch<64, false>(a, plan, stream);
+  return fp8 ? launch<true>(a, plan, stream) : launch<false>(a, plan, stream);
 }
 
 }  // namespace kdtree

@@ -1,6 +1,8 @@
 // A block of the bf16 attention: its shared memory, its queries, the weights of its rows and the end of a chunk.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/mla_bf16_tile.h"
 
 namespace kdtree::mla_bf16 {
@@ -26,17 +28,21 @@ struct Shared {
 
 template <class Shape>
 constexpr size_t shared_bytes() {
-  return static_cast<size_t>(Shape::kStages) * kTileBytes +
-         Shape::kTurns * (Shape::kMeetingBytes + Shape::kWeightBytes) + sizeof(Shared<Shape>);
+  return static_cast<size_t>(Shape::kKeyBytes) + Shape::kTurns * (Shape::kMeetingBytes + Shape::kWeightBytes) +
+         sizeof(Shared<Shape>);
 }
-static_assert(shared_bytes<Shape<64, false>>() <= 101376 && shared_bytes<Shape<16, false>>() <= 101376);
+template <int kRows, bool kAhead>
+constexpr size_t most_shared_bytes() {
+  return std::max(shared_bytes<Shape<kRows, kAhead, false>>(), shared_bytes<Shape<kRows, kAhead, true>>());
+}
+static_assert(most_shared_bytes<64, false>() <= 101376 && most_shared_bytes<16, false>() <= 101376);
 // Code for devices of 99 KB alone holds nothing of what they do not run.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr bool kLargeShared = false;
 #else
 constexpr bool kLargeShared = true;
 #endif
-static_assert(shared_bytes<Shape<64, true>>() <= 232448 && shared_bytes<Shape<16, true>>() <= 232448);
+static_assert(most_shared_bytes<64, true>() <= 232448 && most_shared_bytes<16, true>() <= 232448);
 
 // Finds the rows of kLookedUp turns.
 template <class Shape>

@@ -22,16 +22,24 @@ constexpr int kColumns = kLatent / kWarps;  // of a warp
 // 16 bytes more than a row has: the 8 rows that a matrix load reads at a time lie in different banks.
 constexpr int kStride = kRowBytes + 16;
 constexpr int kTileBytes = kKeys * kStride;
+// Codes and scales of a tile of an fp8 cache, as the warps copy them (mla_fp8_tile.h).
+constexpr int kFp8StageBytes = kWarps * kKeys * (kColumns + static_cast<int>(sizeof(float)));
 constexpr int kWeightStride = 2 * kKeys + 16;  // likewise
 
 // kRows: head rows of a block. kAhead: where shared memory allows, a turn multiplies the scores of the next tile, makes
 // the weights of this one and multiplies the values of the one before. None of the three waits for another warp in the
-// turn: one barrier a tile is enough. The sums are the same for all four shapes.
-template <int kRows_, bool kAhead_>
+// turn: one barrier a tile is enough. The sums are the same for all four shapes. kFp8: of the cache; tiles are bf16.
+template <int kRows_, bool kAhead_, bool kFp8_>
 struct Shape {
   static constexpr int kRows = kRows_;
-  static constexpr bool kAhead = kAhead_;
-  static constexpr int kStages = !kAhead ? 2 : kRows == 64 ? 4 : 5;    // tiles
+  static constexpr bool kAhead = kAhead_, kFp8 = kFp8_;
+  static constexpr int kStages = (!kAhead ? 2 : kRows == 64 ? 4 : 5) - (kFp8 ? 1 : 0);  // tiles
+  static constexpr int kCodeStages = !kFp8 ? 0 : kAhead && kRows == 16 ? 3 : 2;         // of codes that come, as tiles
+  // Turns from a tile's conversion to that of the one whose rope channels are then asked for: those of the tile that
+  // had their place have been looked at.
+  static constexpr int kRopeAhead = kAhead ? kStages - 2 : 1;
+  static constexpr int kKeyBytes = kStages * kTileBytes + kCodeStages * kFp8StageBytes;
+  static constexpr int kRowsAhead = kFp8 ? kCodeStages + 3 : kStages;  // turns that rows are looked up ahead, if kAhead
   static constexpr int kTurns = kAhead ? 2 : 1;                        // whose sums, weights, factors are kept
   static constexpr int kLookedUp = kAhead ? 8 : 1;                     // turns at a time
   static constexpr int kScoreTiles = kRows / 32 > 0 ? kRows / 32 : 1;  // 16 rows each, of a warp
@@ -41,7 +49,7 @@ struct Shape {
   static constexpr int kGroupBytes = (kQuarters - kOthers) * (kKeys / 8) * kWarp * 8;
   static constexpr int kMeetingBytes = kGroups * kGroupBytes;
   // Of 16 rows two warps make the weights and four others copy.
-  static constexpr int kFirstCopier = kAhead && kRows == 16 ? kWarps / 2 : 0;
+  static constexpr int kFirstCopier = kAhead && kRows == 16 && !kFp8 ? kWarps / 2 : 0;
   static constexpr int kCopies = kWarps / (kWarps - kFirstCopier);  // keys of a tile of which a thread copies a part
   // Weights lie where the score sums of their rows lay, unless the next tile's sums come there.
   static constexpr int kWeightGroupBytes = kAhead ? 8 * kWeightStride : kGroupBytes;

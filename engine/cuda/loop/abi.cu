@@ -146,7 +146,8 @@ extern "C" kdtree_status kdtree_decoder_query(const kdtree_decoder* decoder, kdt
     needed("kdtree_decoder_query", "decoder", decoder);
     needed("kdtree_decoder_query", "info", info);
     const size_t size = info->struct_size;
-    if (size != offsetof(kdtree_decoder_info, dtype)) same_size("kdtree_decoder_query", size, sizeof(*info));
+    if (size != offsetof(kdtree_decoder_info, dtype) && size != offsetof(kdtree_decoder_info, cache_rows))
+      same_size("kdtree_decoder_query", size, sizeof(*info));
     kdtree_decoder_info found = decoder->decoder.info();
     found.struct_size = static_cast<uint32_t>(size);
     std::memcpy(info, &found, size);

@@ -19,7 +19,7 @@ kdtree_decoder_args checked(kdtree_decoder_args args) {
       .range("gemm", args.gemm, 0, 1)
       .range("attention", args.attention, 0, 1)
       .range("dtype", args.dtype, KDTREE_F32, KDTREE_BF16)
-      .range("reserved", args.reserved, 0, 0);
+      .range("cache_rows", args.cache_rows, KDTREE_CACHE_DTYPE, KDTREE_CACHE_FP8);
   require(arguments.status());
   if (args.prefill_rows == 0) args.prefill_rows = kDefaultPrefillRows;
   return args;
@@ -40,7 +40,7 @@ Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const
   }
   taps_ = taps.size();
   const Arithmetic arithmetic{static_cast<Gemm>(args_.gemm), static_cast<AttentionForm>(args_.attention),
-                              static_cast<kdtree_dtype>(args_.dtype)};
+                              static_cast<kdtree_dtype>(args_.dtype), static_cast<CacheRows>(args_.cache_rows)};
   const int widest = std::max({1 + args_.max_budget, args_.block_size, prompt_width()});
   const int64_t rows = static_cast<int64_t>(args_.max_requests) * widest;
   Arguments arguments("kdtree_decoder_create");
@@ -52,7 +52,7 @@ Decoder::Decoder(const kdtree_decoder_args& args, const TensorMap& target, const
 
   const TargetConfig& c = target_->config();
   const int64_t requests = args_.max_requests, layers = c.num_hidden_layers;
-  cache_.row_bytes = static_cast<int32_t>(arithmetic.element()) * (c.kv_lora_rank + c.qk_rope_head_dim);
+  cache_.row_bytes = target_->row_bytes();
   cache_.row_stride = cache_.row_bytes;
   cache_.layers = c.num_hidden_layers;
   cache_.capacity = args_.capacity;
@@ -92,8 +92,11 @@ kdtree_decoder_info Decoder::info() const {
   info.dtype = args_.dtype;
   const bool products = target_->products_on_tensor_cores() && (!drafter_ || drafter_->products_on_tensor_cores());
   info.products_path = products ? KDTREE_PATH_TENSOR_CORES : KDTREE_PATH_GENERAL;
-  info.attention_path = target_->attention_on_tensor_cores() ? KDTREE_PATH_TENSOR_CORES : KDTREE_PATH_GENERAL;
+  const kdtree_attention_kernel attention = target_->attention_kernel();
+  info.attention_path = attention == KDTREE_KERNEL_GENERAL ? KDTREE_PATH_GENERAL : KDTREE_PATH_TENSOR_CORES;
   info.graphs = graphs();
+  info.cache_rows = args_.cache_rows;
+  info.attention_kernel = attention;
   return info;
 }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "kernels/fp8_row.h"
 #include "model/target.h"
 #include "model/target_scratch.h"
 #include "model/target_weights.h"
@@ -29,6 +30,23 @@ bool products_fit(const TargetConfig& c) {
   return fit_tensor_cores<T>({c.hidden_size, c.q_lora_rank, query, c.qk_nope_head_dim, c.kv_lora_rank,
                               c.qk_rope_head_dim, heads * c.v_head_dim, dense ? c.intermediate_size : 0,
                               mixture ? c.moe_intermediate_size : 0});
+}
+
+// Of those on tensor cores, on this device.
+kdtree_attention_kernel kernel_of(const TargetConfig& c, const Arithmetic& arithmetic) {
+  MlaAttentionBf16Args pass{};
+  pass.cache_rows = arithmetic.cache_rows;
+  pass.scale = static_cast<float>(c.softmax_scale);
+  return mla_attention_bf16_path(pass) == AttentionPath::kWgmma ? KDTREE_KERNEL_WGMMA : KDTREE_KERNEL_MMA;
+}
+
+// Throws ModelError unless the cache can keep its rows so.
+void check_cache_rows(const TargetConfig& c, const Arithmetic& arithmetic) {
+  if (arithmetic.cache_rows == CacheRows::kPlain) return;
+  if (arithmetic.dtype != KDTREE_BF16) throw ModelError("an fp8 cache holds rows of bf16, and the dtype is float32");
+  if (c.kv_lora_rank != Fp8Row::kLatent || c.qk_rope_head_dim != Fp8Row::kRope)
+    throw ModelError("an fp8 cache holds rows of 512 + 64 values, and the model's have " +
+                     std::to_string(c.kv_lora_rank) + " + " + std::to_string(c.qk_rope_head_dim));
 }
 
 // One pass: the state that its steps share, and a line for each operation.
@@ -80,7 +98,8 @@ struct Target::Body {
 
   const void *embedding, *head;
   size_t weight_bytes, scratch_bytes;
-  bool products_fit, attention_fits;  // tensor cores
+  bool products_fit;  // tensor cores
+  kdtree_attention_kernel attention_kernel;
 };
 
 template <typename T>
@@ -92,6 +111,7 @@ class Target::BodyOf final : public Target::Body {
         most_rows_(most_rows),
         taps_(std::move(taps)),
         form_(arithmetic.attention),
+        cache_rows_(arithmetic.cache_rows),
         products_{arithmetic.gemm, kdtree::products_fit<T>(c)},
         w_(tensors, c, capacity),
         s_(c, most_rows, capacity, products_.tensor_cores, bf16_attention(),
@@ -101,13 +121,13 @@ class Target::BodyOf final : public Target::Body {
     weight_bytes = w_.store.bytes();
     scratch_bytes = s_.arena.bytes();
     products_fit = products_.tensor_cores;
-    attention_fits = bf16_attention();
+    attention_kernel = bf16_attention() ? kernel_of(c, arithmetic) : KDTREE_KERNEL_GENERAL;
   }
 
   void forward(const TargetPass& pass, cudaStream_t stream, Trace* trace) const override;
 
  private:
-  bool bf16_attention() const { return kNarrow<T> && kdtree::attention_fits(c_); }
+  bool bf16_attention() const { return kNarrow<T> && attention_fits(c_); }
   void attend(const TargetPass& pass, int layer, cudaStream_t stream) const;
   // What a block gives to the residual stream: their sum, if there are two.
   struct Given {
@@ -122,6 +142,7 @@ class Target::BodyOf final : public Target::Body {
   int most_rows_;
   std::vector<int> taps_;
   AttentionForm form_;
+  CacheRows cache_rows_;
   Products products_;
   TargetWeights<T> w_;
   TargetScratch<T> s_;
@@ -156,6 +177,7 @@ void Target::BodyOf<T>::project_down(const Pass<T>& p, const TargetLayer<T>& lay
   }
   LatentArgs<T> rows{p.in.rows,  s_.down + lora, lora + row, layer.kv_a_norm, w_.cos, w_.sin,
                      p.in.cache, index,          rank,       rope_width,      eps,    c_.rope_layout};
+  rows.cache_rows = cache_rows_;
   rows.queries = s_.q + c_.qk_nope_head_dim;
   rows.query_stride = static_cast<int64_t>(heads) * query;
   rows.head_stride = query;
@@ -177,6 +199,7 @@ void Target::BodyOf<T>::attend(const TargetPass& pass, int layer, cudaStream_t s
     a->q_rope_stride = static_cast<int64_t>(heads) * query;
     a->q_rope_head = query;
     a->cache = pass.cache;
+    a->cache_rows = cache_rows_;
     a->layer = layer;
     a->out = s_.attn_latent;
     a->heads = heads;
@@ -269,13 +292,9 @@ template <typename T>
 void Target::BodyOf<T>::forward(const TargetPass& pass, cudaStream_t stream, Trace* trace) const {
   const int hidden = c_.hidden_size, heads = c_.num_attention_heads, rank = c_.kv_lora_rank;
   const int nope = c_.qk_nope_head_dim, rope_width = c_.qk_rope_head_dim, query = nope + rope_width;
-  const int64_t row_bytes = static_cast<int64_t>(sizeof(T)) * (rank + rope_width);
   if (pass.rows.count() > most_rows_)
     throw EngineFailure(KDTREE_SIZE, "a pass of " + std::to_string(pass.rows.count()) + " rows, planned for " +
                                          std::to_string(most_rows_));
-  if (pass.cache.row_bytes != row_bytes)
-    throw EngineFailure(KDTREE_SIZE, "cache rows of " + std::to_string(pass.cache.row_bytes) +
-                                         " bytes, the model's have " + std::to_string(row_bytes));
   const Pass<T> p{c_, pass, stream, trace, products_};
   const int64_t kv_stride = c_.q_lora_rank + rank + rope_width;
   const T* const kv = s_.down + c_.q_lora_rank;
@@ -334,6 +353,7 @@ Target::Target(const TensorMap& tensors, int most_rows, int capacity, std::vecto
     if (tap < 0 || tap >= config_.num_hidden_layers)
       throw ModelError("tap " + std::to_string(tap) + " is outside the layers 0.." +
                        std::to_string(config_.num_hidden_layers - 1));
+  check_cache_rows(config_, arithmetic);
   if (arithmetic.dtype == KDTREE_BF16)
     body_ = std::make_unique<BodyOf<uint16_t>>(tensors, config_, most_rows, capacity, std::move(taps), arithmetic);
   else
@@ -347,8 +367,18 @@ const void* Target::head() const { return body_->head; }
 size_t Target::weight_bytes() const { return body_->weight_bytes; }
 size_t Target::scratch_bytes() const { return body_->scratch_bytes; }
 bool Target::products_on_tensor_cores() const { return body_->products_fit; }
-bool Target::attention_on_tensor_cores() const { return body_->attention_fits; }
+kdtree_attention_kernel Target::attention_kernel() const { return body_->attention_kernel; }
 
-void Target::forward(const TargetPass& pass, cudaStream_t stream, Trace* trace) { body_->forward(pass, stream, trace); }
+int32_t Target::row_bytes() const {
+  if (arithmetic_.cache_rows == CacheRows::kFp8) return Fp8Row::kBytes;
+  return static_cast<int32_t>(arithmetic_.element()) * (config_.kv_lora_rank + config_.qk_rope_head_dim);
+}
+
+void Target::forward(const TargetPass& pass, cudaStream_t stream, Trace* trace) {
+  if (pass.cache.row_bytes != row_bytes())
+    throw EngineFailure(KDTREE_SIZE, "cache rows of " + std::to_string(pass.cache.row_bytes) +
+                                         " bytes, the model's have " + std::to_string(row_bytes()));
+  body_->forward(pass, stream, trace);
+}
 
 }  // namespace kdtree

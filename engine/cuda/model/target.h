@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kdtree_decode.h"
 #include "kernels/attention.h"
 #include "kernels/layers.h"
 #include "model/config.h"
@@ -15,12 +16,14 @@
 
 namespace kdtree {
 
-// How the numbers are computed; the same for target and drafter. dtype: of weights, activations and caches. In bf16 the
-// router, the statistics of norms, rotations, softmax and all sums are float32, as published, and so are the logits.
+// How the numbers are computed; the same for target and drafter. dtype: of weights, activations and caches, but for the
+// target's where cache_rows says otherwise. In bf16 the router, the statistics of norms, rotations, softmax and all
+// sums are float32, as published, and so are the logits.
 struct Arithmetic {
   Gemm gemm = Gemm::kRowInvariant;
   AttentionForm attention = AttentionForm::kExact;
   kdtree_dtype dtype = KDTREE_F32;
+  CacheRows cache_rows = CacheRows::kPlain;
 
   size_t element() const { return dtype == KDTREE_BF16 ? sizeof(uint16_t) : sizeof(float); }  // bytes
 };
@@ -37,7 +40,8 @@ struct TargetPass {
 
 class Target {
  public:
-  // Checks names and shapes against the config (ModelError lists every fault) and copies the weights to the device.
+  // Checks names and shapes against the config (ModelError lists every fault) and copies the weights to the device. A
+  // ModelError as well where the cache's rows do not fit.
   // most_rows: M of the largest pass. capacity: cache rows of a request, bounds positions.
   Target(const TensorMap& tensors, int most_rows, int capacity, std::vector<int> taps, Arithmetic arithmetic);
   ~Target();
@@ -49,7 +53,8 @@ class Target {
   size_t weight_bytes() const;    // on the device, tables included
   size_t scratch_bytes() const;   // planned for the largest pass
   bool products_on_tensor_cores() const;
-  bool attention_on_tensor_cores() const;
+  kdtree_attention_kernel attention_kernel() const;  // of the exact form
+  int32_t row_bytes() const;                         // of the cache
 
   // Enqueues the pass; allocates nothing, waits for nothing unless `trace` is given (then each array is copied out
   // under the names of reference/model.py).
