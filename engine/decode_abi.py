@@ -104,6 +104,7 @@ class RunArgs(ctypes.Structure):
         *_all(c_int32, "eager cost_count"),
         ("cost_rows", I32),
         ("cost_seconds", F64),
+        *_all(c_int32, "timed reserved"),
     )
 
 

@@ -133,6 +133,7 @@ class Engine:
         keep_logits: bool = False,
         full_cost: bool = False,
         graphs: bool = True,
+        timed: bool = False,
         costs: Mapping[int, float] | None = None,
         stream: int = 0,
     ) -> Run:
@@ -140,8 +141,9 @@ class Engine:
 
         full_cost: where a stand-in proposes, the drafter works too, and what it says is dropped: so the time of given
         acceptance can be measured. graphs: rounds are replayed as CUDA graphs where the engine has any, with the same
-        bits, and so are stages without a dump. costs: {rows: seconds} that a round whose verify pass has so many rows,
-        of all requests, was measured to take: a policy then chooses the budgets of rounds, at most the largest of the
+        bits, and so are stages without a dump. timed: rounds tell the seconds of their stages, see Round.seconds, and
+        take some 20 us longer on an H200. costs: {rows: seconds} that a round whose verify pass has so many rows, of
+        all requests, was measured to take: a policy then chooses the budgets of rounds, at most the largest of the
         requests, so that the tokens that the drafter's probabilities promise come the fastest, see Round.prediction.
         stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
         another run is open.
@@ -158,6 +160,7 @@ class Engine:
             keep_logits=keep_logits,
             full_cost=full_cost,
             graphs=graphs,
+            timed=timed,
             costs=costs,
             stream=stream,
         )

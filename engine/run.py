@@ -44,6 +44,7 @@ class Run:
         keep_logits: bool = False,
         full_cost: bool = False,
         graphs: bool = True,
+        timed: bool = False,
         costs: Mapping[int, float] | None = None,
         stream: int = 0,
     ):
@@ -65,6 +66,7 @@ class Run:
             cost_count=len(costs),
             cost_rows=cost_rows.ctypes.data,
             cost_seconds=cost_seconds.ctypes.data,
+            timed=timed,
         )
         self._decoder = decoder  # must outlive the run
         self._handle = Handle(decoder.library, "run", decoder.address, ctypes.byref(args))

@@ -185,6 +185,29 @@ def test_two_engines_take_turns(world, tmp_path):
     assert alone.tokens != tokens[:8]
 
 
+def test_a_timed_round_is_the_round_and_tells_the_time_of_its_stages(world):
+    tokens = world.plain().tokens
+    requests = [Request(PROMPT, 8, 6, drafter=noisy(tokens)), Request([7], 4, 3)]
+    engine = world.engine(max_requests=2)
+    for method in METHODS:
+        whole = engine.generate(requests, method=method, keep_logits=True)
+        for _ in range(2):  # on a GPU the second time as a graph
+            with engine.run(requests, method, keep_logits=True, timed=True) as run:
+                left = run.prefill()
+                while left:
+                    left = run.round()
+                made, replayed = [run.generation(request) for request in range(2)], run.replayed
+            for ours, theirs in zip(made, whole, strict=True):
+                assert ours.tokens == theirs.tokens
+                assert_array_equal(ours.logits.view("u4"), theirs.logits.view("u4"))
+                for done, other in zip(ours.rounds, theirs.rounds, strict=True):
+                    assert (done.path, other.seconds) == (other.path, {})
+                    assert tuple(done.seconds) == STAGES
+                    assert min(done.seconds.values()) > 0
+                    assert sum(done.seconds.values()) <= done.wall_seconds
+        assert replayed == (max(len(each.rounds) for each in made) if engine.graphs else 0)
+
+
 def test_a_round_in_steps_is_the_round_and_dumps_what_it_saw(world, tmp_path):
     tokens = world.plain().tokens
     requests = [Request(PROMPT, 8, 6, drafter=noisy(tokens)), Request([7], 4, 3)]
@@ -356,12 +379,15 @@ def test_whether_rounds_are_replayed_is_told(world):
                 assert run.replayed == (3 if graphs and engine.graphs else 0)
 
 
-def test_a_caller_of_the_struct_of_a_run_before_there_were_graphs(world):
+@pytest.mark.parametrize("end", ["eager", "timed"])
+def test_a_caller_of_the_struct_of_a_run_before_it_had(end, world):
     """What stands behind its end is not read."""
     filled = Filled([Request(PROMPT, 3)], 0)
     old = decode_abi.RunArgs(
-        struct_size=decode_abi.RunArgs.eager.offset, requests=1, request=filled.structs, eager=77, cost_count=78
+        struct_size=getattr(decode_abi.RunArgs, end).offset, requests=1, request=filled.structs, timed=79, reserved=80
     )
+    if end == "eager":
+        old.eager, old.cost_count = 77, 78
     with checkpoint.load(world.library, world.target_file, "model") as model:
         sizes = decode_abi.DecoderArgs(
             struct_size=ctypes.sizeof(decode_abi.DecoderArgs), target=model.address, max_requests=1, capacity=8

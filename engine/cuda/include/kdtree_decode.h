@@ -145,6 +145,8 @@ typedef struct kdtree_run_args {
   int32_t cost_count;       /* DDTree: a policy chooses the budgets of rounds, at most those of the requests; 0: none */
   const int32_t* cost_rows; /* [cost_count] ascending: rows of a verify pass, those of all requests */
   const double* cost_seconds; /* [cost_count] what a round with such a pass takes, as it was measured */
+  int32_t timed;    /* 1: rounds tell the seconds of their stages. A caller's struct may end in front of it: 0 */
+  int32_t reserved; /* 0 */
 } kdtree_run_args;
 
 /* One run of an engine at a time. Makes the buffers; nothing is computed yet. */
@@ -205,9 +207,12 @@ typedef struct kdtree_round {
   int32_t accepted; /* a: committed draft nodes */
   int32_t path[KDTREE_MAX_DEPTH + 1];
   int32_t ranks[KDTREE_MAX_DEPTH + 1]; /* of path[1..a] in 0..a-1 */
-  double seconds[4]; /* of the stages, 0 unless in steps: device time between two events, on the host by its clock. Each
-                        holds the start of its own graph, so that they add up to more than a replayed round; where
-                        kernels are launched one by one, the waits for the host between them */
+  double seconds[4]; /* of the stages, 0 unless the run is timed or the round was made in steps: device time between
+                        two events, on the host by its clock. Those of a timed round are nodes of its graph. Kernels
+                        overlap inside a stage, but an event is recorded when all in front of it has ended, and what is
+                        behind it starts only then: the stages add up to the round, which takes a little longer than an
+                        untimed one. In steps each stage holds the start of its own graph; where kernels are launched
+                        one by one, the waits for the host between them */
   double wall_seconds;
 } kdtree_round;
 /* Rounds first..first+count-1 of a request. */

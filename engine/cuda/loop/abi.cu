@@ -1,7 +1,9 @@
 // The C ABI of decoding: handles, and exceptions turned into statuses.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <initializer_list>
 #include <new>
 
 #include "loop/run.h"
@@ -47,11 +49,12 @@ void same_size(const char* call, size_t given, size_t expected) {
                                             ", this library's is " + std::to_string(expected));
 }
 
-// A struct that grew at its end: of callers that know its first `known` bytes, the rest is 0.
+// A struct that grew at its end: of callers that know its first bytes, as many as `known` says, the rest is 0.
 template <typename T>
-T grown(const char* call, const T& given, size_t known) {
+T grown(const char* call, const T& given, std::initializer_list<size_t> known) {
   T whole{};
-  if (given.struct_size != known) same_size(call, given.struct_size, sizeof(T));
+  if (std::find(known.begin(), known.end(), given.struct_size) == known.end())
+    same_size(call, given.struct_size, sizeof(T));
   std::memcpy(&whole, &given, given.struct_size);
   return whole;
 }
@@ -134,7 +137,7 @@ extern "C" kdtree_status kdtree_decoder_create(const kdtree_decoder_args* args, 
     const char* const call = "kdtree_decoder_create";
     needed(call, "args", args);
     needed(call, "decoder", decoder);
-    const kdtree_decoder_args whole = grown(call, *args, offsetof(kdtree_decoder_args, dtype));
+    const kdtree_decoder_args whole = grown(call, *args, {offsetof(kdtree_decoder_args, dtype)});
     needed(call, "target", args->target);
     *decoder = new kdtree_decoder{
         Decoder(whole, args->target->tensors, args->drafter != nullptr ? &args->drafter->tensors : nullptr)};
@@ -161,7 +164,9 @@ extern "C" kdtree_status kdtree_run_create(kdtree_decoder* decoder, const kdtree
     needed("kdtree_run_create", "decoder", decoder);
     needed("kdtree_run_create", "args", args);
     needed("kdtree_run_create", "run", run);
-    *run = new kdtree_run{{&decoder->decoder, grown("kdtree_run_create", *args, offsetof(kdtree_run_args, eager))}};
+    *run = new kdtree_run{
+        {&decoder->decoder,
+         grown("kdtree_run_create", *args, {offsetof(kdtree_run_args, eager), offsetof(kdtree_run_args, timed)})}};
   });
 }
 

@@ -10,6 +10,7 @@
 #include "loop/budget_policy.h"
 #include "loop/control.h"
 #include "loop/round_graph.h"
+#include "loop/stage_clock.h"
 #include "model/memory.h"
 
 namespace kdtree {
@@ -78,9 +79,10 @@ struct Buffers {
   float* prompt_logits;
   unsigned char* prompt_features;
 
-  Control control{};                                                  // of these arrays
-  std::set<int> launched;                                             // budgets of which a round was, kernel by kernel
-  std::map<std::pair<int, int>, std::unique_ptr<RoundGraph>> graphs;  // of (stage or whole round, budget)
+  Control control{};                  // of these arrays
+  std::set<int> launched;             // budgets of which a round was, kernel by kernel
+  std::unique_ptr<StageClock> clock;  // of rounds that are timed; its events are nodes of their graphs
+  std::map<std::pair<int, int>, std::unique_ptr<RoundGraph>> graphs;  // of (stage or kind of round, budget)
 };
 
 }  // namespace kdtree

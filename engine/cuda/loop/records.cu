@@ -47,7 +47,7 @@ void Run::keep(int request, const Record& record) {
   round.accepted = record.kept;
   std::copy(record.path, record.path + record.kept + 1, round.path);
   std::copy(record.ranks, record.ranks + record.kept, round.ranks);
-  std::copy(seconds_, seconds_ + 4, round.seconds);
+  std::copy(seconds_, seconds_ + kStageCount, round.seconds);
   round.wall_seconds = std::chrono::duration<double>(Clock::now() - started_).count();
   p.rounds.push_back(round);
   if (keep_traces_) p.traces.push_back(trace_of(request, record));

@@ -5,7 +5,7 @@
 namespace kdtree {
 namespace {
 
-constexpr int kWholeRound = -1;
+constexpr int kWholeRound = -1, kTimedRound = -2;  // graphs beside those of single stages
 constexpr int kStages[] = {KDTREE_STAGE_DRAFT, KDTREE_STAGE_TREE_BUILD, KDTREE_STAGE_VERIFY, KDTREE_STAGE_COMMIT};
 
 // Puts a stream back.
@@ -236,19 +236,33 @@ int Run::round() {
     throw EngineFailure(KDTREE_SIZE, "kdtree_run_round: a round in steps is not at its end");
   if (active() == 0) return 0;
   const OnDevice here(decoder_->args().device);
-  std::fill(seconds_, seconds_ + 4, 0.0);
+  std::fill(seconds_, seconds_ + kStageCount, 0.0);
   started_ = Clock::now();
-  const auto launches = [this] {
-    for (const int stage : kStages) launch_stage(stage, nullptr);
+  StageClock* const clock = timed_ ? &this->clock() : nullptr;
+  const auto launches = [this, clock] {
+    for (const int stage : kStages) {
+      if (clock != nullptr) clock->mark(stage, stream_);
+      launch_stage(stage, nullptr);
+    }
+    if (clock != nullptr) clock->mark(kStageCount, stream_);
   };
-  if (const RoundGraph* graph = graph_of(kWholeRound, launches)) {
+  if (const RoundGraph* graph = graph_of(clock != nullptr ? kTimedRound : kWholeRound, launches)) {
     graph->launch(stream_);
     ++replayed_;
   } else {
     launches();
     d_->launched.insert(budget_);
   }
+  if (clock != nullptr) {
+    require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    for (const int stage : kStages) seconds_[stage] = clock->seconds(stage);
+  }
   return collect();
+}
+
+StageClock& Run::clock() {
+  if (d_->clock == nullptr) d_->clock = std::make_unique<StageClock>();
+  return *d_->clock;
 }
 
 // The graph of some launches, captured if it is not there yet; NULL where they are to be made one by one. So are those
@@ -293,20 +307,19 @@ int Run::stage(int stage, Trace* trace) {
   if (active() == 0) return 0;
   const OnDevice here(decoder_->args().device);
   if (stage == KDTREE_STAGE_DRAFT) {
-    std::fill(seconds_, seconds_ + 4, 0.0);
+    std::fill(seconds_, seconds_ + kStageCount, 0.0);
     started_ = Clock::now();
   }
   const auto launches = [this, stage, trace] { launch_stage(stage, trace); };
   const RoundGraph* const graph = trace == nullptr ? graph_of(stage, launches) : nullptr;
-  if (clock_ == nullptr) clock_ = std::make_unique<StageClock>();
-  clock_->start(stream_);
+  clock().mark(stage, stream_);
   if (graph != nullptr)
     graph->launch(stream_);
   else
     launches();
-  clock_->stop(stream_);
+  clock().mark(stage + 1, stream_);
   require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  seconds_[stage] = clock_->seconds();
+  seconds_[stage] = clock().seconds(stage);
   if (stage == KDTREE_STAGE_COMMIT) d_->launched.insert(budget_);
   next_stage_ = stage == KDTREE_STAGE_COMMIT ? static_cast<int>(KDTREE_STAGE_DRAFT) : stage + 1;
   return stage == KDTREE_STAGE_COMMIT ? collect() : active();

@@ -9,7 +9,6 @@
 #include "kernels/stand_in.h"
 #include "loop/buffers.h"
 #include "loop/decoder.h"
-#include "loop/stage_clock.h"
 
 namespace kdtree {
 
@@ -59,6 +58,7 @@ class Run {
   void verify(Trace* trace);
   void commit();
   void launch_stage(int stage, Trace* trace);
+  StageClock& clock();
   const RoundGraph* graph_of(int stage, const std::function<void()>& launches);
   void fetch();   // the records of a round, once it has come to its end
   int collect();  // waits for them
@@ -74,7 +74,7 @@ class Run {
   Decoder* decoder_;
   cudaStream_t stream_;
   int method_, requests_, vocab_;
-  bool keep_traces_, keep_logits_, replays_;
+  bool keep_traces_, keep_logits_, timed_, replays_;
   bool prefilled_ = false;
   int replayed_ = 0;
   int budget_ = 0, width_ = 0;  // B and K of the round
@@ -89,8 +89,7 @@ class Run {
   std::vector<Record> records_;
   std::vector<int> budgets_, capacities_;
   std::vector<Progress> progress_;
-  double seconds_[4] = {0, 0, 0, 0};
-  std::unique_ptr<StageClock> clock_;
+  double seconds_[kStageCount] = {};
   Clock::time_point started_;
 };
 

@@ -14,11 +14,14 @@ Run::Run(Decoder* decoder, const kdtree_run_args& args)
       vocab_(decoder->vocab_size()),
       keep_traces_(args.keep_traces != 0),
       keep_logits_(args.keep_logits != 0),
+      timed_(args.timed != 0),
       replays_(args.eager == 0 && decoder->graphs()) {
   Arguments arguments("kdtree_run_create");
   require(arguments.range("method", args.method, KDTREE_AR, KDTREE_DDTREE)
               .range("requests", args.requests, 1, decoder->args().max_requests)
               .range("eager", args.eager, 0, 1)
+              .range("timed", args.timed, 0, 1)
+              .range("reserved", args.reserved, 0, 0)
               .range("cost_count", args.cost_count, 0, args.method == KDTREE_DDTREE ? INT32_MAX : 0)
               .array("cost_rows", args.cost_rows, alignof(int32_t), args.cost_count > 0)
               .array("cost_seconds", args.cost_seconds, alignof(double), args.cost_count > 0)

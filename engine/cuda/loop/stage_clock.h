@@ -1,25 +1,29 @@
-// How long the device takes for what is launched on a stream, between two events. That holds the start of a graph, or
-// the waits for the host between single launches, but neither the launch in front nor the wait behind. In the host
-// library, which runs what is launched at once: by the host's clock.
+// How long the device takes for the stages of a round: events on the stream in front of them and behind the last. Each
+// is recorded when all in front of it has ended, and what lies behind it starts only then, so that no kernel overlaps
+// one of another stage. In the host library, which runs what is launched at once: by the host's clock.
 #pragma once
 
 #include <chrono>
 
+#include "kdtree_decode.h"
 #include "model/memory.h"
 
 namespace kdtree {
+
+constexpr int kStageCount = KDTREE_STAGE_COMMIT + 1;
 
 #ifdef KDTREE_HOST
 
 class StageClock {
  public:
-  void start(cudaStream_t) { start_ = Clock::now(); }
-  void stop(cudaStream_t) { stop_ = Clock::now(); }
-  double seconds() const { return std::chrono::duration<double>(stop_ - start_).count(); }
+  void mark(int moment, cudaStream_t) { moments_[moment] = Clock::now(); }
+  double seconds(int stage) const {
+    return std::chrono::duration<double>(moments_[stage + 1] - moments_[stage]).count();
+  }
 
  private:
   using Clock = std::chrono::steady_clock;
-  Clock::time_point start_, stop_;
+  Clock::time_point moments_[kStageCount + 1];
 };
 
 #else
@@ -34,17 +38,23 @@ class StageClock {
     for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
   }
 
-  void start(cudaStream_t stream) { require_cuda(cudaEventRecord(events_[0], stream), "cudaEventRecord"); }
-  void stop(cudaStream_t stream) { require_cuda(cudaEventRecord(events_[1], stream), "cudaEventRecord"); }
-  // Once the stream has come to the second event.
-  double seconds() const {
+  // moment: the number of the stage that begins, or how many there are. Where the stream is captured, each replay
+  // records the event.
+  void mark(int moment, cudaStream_t stream) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    require_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+    const unsigned how = capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
+    require_cuda(cudaEventRecordWithFlags(events_[moment], stream, how), "cudaEventRecordWithFlags");
+  }
+  // Of a stage, once the stream has come to its end.
+  double seconds(int stage) const {
     float milliseconds = 0;
-    require_cuda(cudaEventElapsedTime(&milliseconds, events_[0], events_[1]), "cudaEventElapsedTime");
+    require_cuda(cudaEventElapsedTime(&milliseconds, events_[stage], events_[stage + 1]), "cudaEventElapsedTime");
     return 1e-3 * static_cast<double>(milliseconds);
   }
 
  private:
-  cudaEvent_t events_[2] = {};
+  cudaEvent_t events_[kStageCount + 1] = {};
 };
 
 #endif
