@@ -23,10 +23,15 @@ class SelectionError(ValueError):
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode. method: "ar", "chain" or "ddtree"; budget: non-root nodes of a tree, 0 for the others."""
+    """One way to decode. method: "ar", "chain" or "ddtree"; budget: non-root nodes of a tree, 0 for the others.
+
+    costs: (rows, seconds of a round that verifies so many) for the engine's policy, which then chooses each round's
+    budget, that one at most.
+    """
 
     method: str
     budget: int = 0
+    costs: tuple[tuple[int, float], ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,18 +74,23 @@ class Decode:
 @dataclass(frozen=True)
 class Native(Decode):
     """Decodings of the engine alone, in a number type, with graphs or without. Its trees are held against its own plain
-    decoding, token for token, and that against one pass of the reference."""
+    decoding, token for token, and that against one pass of the reference.
 
-    block_size: int = 16
+    prompts: as many whose output does not loop, if the set has them. policy: chooses the budgets of rounds, by costs
+    that are measured before.
+    """
+
+    prompts: int = 32
     budgets: tuple[int, ...] = (16, 32, 64, 128)
-    max_new_tokens: int = 128
+    max_new_tokens: int = 64
     staged: tuple[str, ...] = ("ar", "chain", *(f"ddtree-b{budget}" for budget in BUDGETS))
     dtype: str = "float32"
     graphs: bool = True
+    policy: bool = False
 
     @property
     def id(self) -> str:
-        return f"{super().id}/{self.dtype}{'' if self.graphs else '/eager'}"
+        return f"{super().id}/{self.dtype}{'' if self.graphs else '/eager'}{'/policy' if self.policy else ''}"
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -267,13 +277,16 @@ _QUICK: tuple[Case, ...] = (
     Curve(),
     Replay("humaneval"),
     Replay("humaneval", forced=3),
-    *(Native("humaneval", budgets=(16, 64), max_new_tokens=64, dtype=dtype) for dtype in DTYPES),
+    *(Native("humaneval", prompts=10, budgets=(16, 64), dtype=dtype) for dtype in DTYPES),
     *(NativeCurve(dtype=dtype) for dtype in DTYPES),
 )
-# The engine's speed on the GPU: every set in both number types, and what N rows cost.
+# The engine's speed on the GPU: every set in both number types, a longer block, single launches, the policy, and what N
+# rows cost.
 _ENGINE: tuple[Case, ...] = (
     *(Native(name, dtype=dtype) for dtype in DTYPES for name in SETS),
-    *(Native("heldout_code", budgets=(64,), dtype=dtype, graphs=False) for dtype in DTYPES),
+    Native("heldout_code", 16, dtype="bfloat16"),
+    *(Native("heldout_code", prompts=10, budgets=(64,), dtype=dtype, graphs=False) for dtype in DTYPES),
+    Native("heldout_code", budgets=(64,), dtype="bfloat16", policy=True),
     *(NativeCurve(prefix=prefix, dtype=dtype) for dtype in DTYPES for prefix in (128, 512)),
 )
 _FULL: tuple[Case, ...] = (

@@ -37,6 +37,7 @@ def details(measured: Measured) -> list[Section]:
     """All of these parts that have content."""
     parts = [
         _decode_details(measured),
+        _policy(measured),
         _replay(measured),
         _stages(measured),
         _acceptance(measured),
@@ -75,7 +76,9 @@ def _decode_details(measured: Measured) -> Section:
             if row.status == "OK" and kind == "tree" and over.value is None:
                 notes.add(place_of(row), f"no ratio to a chain: {over.reason}")
             if (prompts := metric(row, "prompts")).value is not None:
-                notes.add(dataset_of(row), f"{show(prompts)} prompts")
+                left_out = row.metrics.get("looping_left_out")
+                loops = f", {left_out} whose output loops were left out" if left_out else ""
+                notes.add(dataset_of(row), f"{show(prompts)} prompts{loops}")
             numbers = [show(metric(row, name)) for name in plain]
             lines.append(
                 Line(
@@ -91,6 +94,28 @@ def _decode_details(measured: Measured) -> Section:
         if lines:
             tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
     return Section("More about the same decodings", tables=tuple(tables))
+
+
+def _policy(measured: Measured) -> Section:
+    """What a policy that chooses the budgets of rounds expected of them, beside what they gave."""
+    names = ("<dataset", "at most", "nodes", "tokens expected", "tokens", "us expected", "us")
+    rows = [row for row in measured.block("decode") if row.status == "OK" and "predicted_tokens" in row.metrics]
+    tables = []
+    for heading, members in grouped(rows, measured, SHARED).items():
+        lines = [
+            Line(
+                (
+                    dataset_of(row),
+                    str(row.params.get("budget", NONE)),
+                    *(show(metric(row, name)) for name in ("nodes_per_round", "predicted_tokens", "round_tokens")),
+                    *(show(metric(row, name), 1e6) for name in ("predicted_s", "round_s")),
+                )
+            )
+            for row in members
+        ]
+        tables.append(Table(heading, columns(*names), tuple(lines)))
+    text = "By the probabilities that the drafter gave in the rounds before, and by what rounds of a first prompt took."
+    return Section("Budgets chosen by the policy, a round", (text,), tuple(tables))
 
 
 def _other_builders(measured: Measured) -> Section:
@@ -320,9 +345,9 @@ DEFINITIONS = Section(
         "equal: output tokens, accepted counts and trees are those of the reference; (n) = n places where the target's "
         "two best choices were closer than the allowed margin.",
         "loop eff.: speed-up / (tau * T_AR / (T_draft + T_verify)), the share of the possible gain that the loop "
-        "delivers; of the engine alone, T_draft and T_verify are those of the extra run of its first prompt, where "
-        "each stage is a launch of its own and takes a little longer than in a whole round: that errs upwards. Stage "
-        "shares come from extra runs with marks between the stages; they are never used for speeds.",
+        "delivers; of the engine alone, T_draft and T_verify are those of the extra run of its first prompt, by "
+        "events inside the graph that is replayed; kernels of two stages do not overlap there, as they may elsewhere. "
+        "Stage shares come from extra runs with marks between the stages; they are never used for speeds.",
         "times: median, with digits that end at the noise (quartiles or interval); n/a: why stands below the table.",
     ),
 )

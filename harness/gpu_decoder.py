@@ -1,13 +1,12 @@
 """The native engine among the decoders: its rows stand beside those of the reference, whose tokens it must give.
 
 A decoding is timed by one pair of events around its rounds; prompts are read before. Stages are timed in a run of its
-own, each by events as well; the host waits after each of them. Lists may be given in place of the drafter's.
+own, by events inside the graph that is replayed. Lists may be given in place of the drafter's.
 """
 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 import engine.generation as native
 from engine.abi import EngineError, Library
-from engine.decode_abi import STAGES
 from engine.engine import Engine, Method
 from engine.request import DFlash, Replay, Request
 from engine.run import Run
@@ -66,9 +64,11 @@ def _stream() -> Any:
 
 @dataclass(frozen=True)
 class Timed(Generation):
-    """measured_seconds: of the rounds from end to end, by the decoder's clock."""
+    """measured_seconds: of the rounds from end to end, by the decoder's clock. predictions: of each round, None where
+    there is no policy."""
 
     measured_seconds: float = 0.0
+    predictions: tuple[native.Prediction | None, ...] = ()
 
     @property
     def decode_seconds(self) -> float:
@@ -121,23 +121,30 @@ class EngineDecoder:
         self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, *, keep_traces: bool = True
     ) -> Generation:
         """Decode one prompt. Rounds carry traces, which take time, and no stages. Raises EngineError, RequestError."""
-        return self._timed(lambda: self._run(arm, prompt, block_size, options, keep_traces=keep_traces))
+
+        def opened() -> Run:
+            return self._run(arm, prompt, block_size, options, keep_traces=keep_traces)
+
+        if arm.costs:  # budgets that no prompt before has had: the graphs of their rounds are captured here
+            self._timed(opened)
+        return self._timed(opened)
 
     def _timed(self, opened: Callable[[], Run]) -> Generation:
         made, seconds = timed(opened, self.clock, replayed=self.launch == "graph")
-        return Timed(**vars(_translated(made)), measured_seconds=seconds)
+        predictions = tuple(done.prediction for done in made.rounds)
+        return Timed(**vars(_translated(made)), measured_seconds=seconds, predictions=predictions)
 
     def split(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options) -> tuple[Generation, Stages]:
-        """Decode one prompt stage by stage, and its time by stage. Raises EngineError, RequestError."""
-        for _ in range(2 if self.launch == "graph" else 1):  # the graphs of the stages may have to be captured
-            with self._run(arm, prompt, block_size, options, keep_traces=False) as run:
-                active = run.prefill()
-                start = time.perf_counter()
-                while active:
-                    for stage in STAGES:
-                        active = run.stage(stage)
-                around = time.perf_counter() - start
-                result = _translated(finished(run))
+        """Decode one prompt in rounds that tell the time of their stages; "other" is what the host takes between and
+        around them. Raises EngineError, RequestError."""
+
+        def opened() -> Run:
+            return self._run(arm, prompt, block_size, options, keep_traces=False, timed=True)
+
+        if arm.costs:
+            self._timed(opened)
+        made, around = timed(opened, WallClock(), replayed=self.launch == "graph")
+        result = _translated(made)
         return result, stages_of([r.seconds for r in result.rounds], around, result.decode_seconds)
 
     def replay(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Generation:
@@ -148,11 +155,11 @@ class EngineDecoder:
 
     def first_round(self, arm: Arm, prompt: Sequence[int], block_size: int, options: Options, lists: Lists) -> Round:
         """The first round with these lists, the target working alone: its seconds by stage, and its trace."""
-        with self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists) as run:
-            run.prefill()
-            for stage in STAGES:
-                run.stage(stage)
-            return _translated(finished(run)).rounds[0]
+
+        def opened() -> Run:
+            return self._run(arm, prompt, block_size, options, keep_traces=True, lists=lists, timed=True)
+
+        return _round(first_round(opened, replayed=self.launch == "graph").rounds[0])
 
     def _run(
         self,
@@ -163,6 +170,7 @@ class EngineDecoder:
         keep_traces: bool,
         lists: Lists | None = None,
         full_cost: bool = False,
+        timed: bool = False,
     ) -> Run:
         sampling = options.get("sampling", GREEDY)
         request = Request(
@@ -184,6 +192,8 @@ class EngineDecoder:
             keep_traces=keep_traces,
             full_cost=full_cost,
             graphs=self.launch == "graph",
+            timed=timed,
+            costs=dict(arm.costs),
             stream=0 if self.stream is None else self.stream.ptr,
         )
 
@@ -226,6 +236,18 @@ def timed(opened: Callable[[], Run], clock: Clock, *, replayed: bool) -> tuple[n
         if not replayed or count == len(made.rounds):
             return made, seconds
     raise EngineError(f"{count} of {len(made.rounds)} rounds were replayed as a CUDA graph in run {TRIES}, all must be")
+
+
+def first_round(opened: Callable[[], Run], *, replayed: bool) -> native.Generation:
+    """The request of a run after its first round. replayed: that must be, as in `timed`. Raises EngineError,
+    RequestError."""
+    for _ in range(TRIES):
+        with opened() as run:
+            run.prefill()
+            run.round()
+            if run.replayed or not replayed:
+                return finished(run)
+    raise EngineError(f"the first round was not replayed as a CUDA graph in run {TRIES}, it must be")
 
 
 def finished(run: Run) -> native.Generation:

@@ -108,6 +108,11 @@ def params_of(case: Decode) -> dict[str, Scalar]:
     }
 
 
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether an output is looping text."""
+    return distinct_ratio(tokens) < LOOPING_BELOW
+
+
 def _decode(bench: Bench, decoder: Decoder, case: Decode, arm: Arm, unit: Unit) -> Generation:
     return decoder.decode(arm, unit.prompt.tokens, case.block_size, options_of(bench, case, unit))
 

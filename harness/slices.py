@@ -32,7 +32,7 @@ from harness import stats
 from harness.cases import GPU, Chosen, Slice, digest
 from harness.curve import made_up_lists
 from harness.gpu_builders import NoGpuError
-from harness.gpu_decoder import finished, timed
+from harness.gpu_decoder import first_round, timed
 from harness.parity import reason
 from harness.records import Difference, Parity, Row, Scalar
 from harness.systems import Bench
@@ -217,13 +217,11 @@ class Measurement:
     def _use(self, budget: int, tau: float, gain: float | None, step: float | None) -> dict[str, float | int | None]:
         """How the loop uses what its stages allow; these are timed in a run of their own."""
         request = self._request(budget)
-        for _ in range(2):  # graphs of the stages may have to be captured
-            with self._run("ddtree", request) as run:
-                active = run.prefill()
-                while active:
-                    for stage in STAGES:
-                        active = run.stage(stage)
-                rounds = finished(run).rounds
+
+        def opened() -> Run:
+            return self._run("ddtree", request, timed=True)
+
+        rounds = timed(opened, self._device.clock, replayed=self._engine.graphs)[0].rounds
         draft, verify = (sum(r.seconds[stage] for r in rounds) / len(rounds) for stage in ("draft", "verify"))
         efficiency = stats.loop_efficiency(gain, tau, step, draft, verify)
         return {"draft_s": draft, "verify_s": verify, "loop_efficiency": efficiency.value}
@@ -267,32 +265,31 @@ class Measurement:
     def verify(self, n: int, *, graphs: bool = True) -> Callable[[], float]:
         """Seconds that the stage of N rows takes, each time it is called."""
 
-        def seconds() -> float:
-            with self._first_round(n, graphs=graphs) as run:
-                return finished(run).rounds[0].seconds["verify"]
-
-        return seconds
+        return lambda: self._first_round(n, graphs=graphs).rounds[0].seconds["verify"]
 
     def passed(self, n: int, *, graphs: bool = True) -> Generation:
         """What a first round of N rows gave, with logits."""
-        with self._first_round(n, keep_logits=True, graphs=graphs) as run:
-            return finished(run)
+        return self._first_round(n, keep_logits=True, graphs=graphs)
 
-    def _first_round(self, n: int, *, keep_logits: bool = False, graphs: bool = True, dump: Path | None = None) -> Run:
-        """A run whose first round has verified a tree of n - 1 nodes; its best path is what plain decoding says."""
+    def _first_round(self, n: int, *, keep_logits: bool = False, graphs: bool = True) -> Generation:
+        def opened() -> Run:
+            return self._run("ddtree", self._along(n), keep_logits=keep_logits, graphs=graphs, timed=True)
+
+        return first_round(opened, replayed=graphs and self._engine.graphs)
+
+    def _along(self, n: int) -> Request:
+        """Its first round verifies a tree of n - 1 nodes, whose best path is what plain decoding says."""
         lists = {self._case.prefix: lists_along(self._truth.tokens, self._config["vocab_size"])}
-        request = Request(self._prompt, TOKENS, n - 1, drafter=Replay(lists, BLOCK))
-        run = self._run("ddtree", request, keep_logits=keep_logits, graphs=graphs)
-        run.prefill()
-        for stage in STAGES:
-            run.stage(stage, dump if stage == "verify" else None)
-        return run
+        return Request(self._prompt, TOKENS, n - 1, drafter=Replay(lists, BLOCK))
 
     def _touched(self, budget: int) -> list[int]:
         """Different experts of each layer that has some, in a first round of budget + 1 rows."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "verify.kdtr"
-            self._first_round(budget + 1, dump=file).close()
+            with self._run("ddtree", self._along(budget + 1)) as run:
+                run.prefill()
+                for stage in STAGES[:3]:
+                    run.stage(stage, file if stage == "verify" else None)
             with kdtr.open(file) as dumped:
                 ids = [dumped.get(name) for name in sorted(dumped.info) if name.endswith("expert_ids")]
         return [len(np.unique(chosen[: budget + 1])) for chosen in ids]
@@ -303,9 +300,11 @@ class Measurement:
         golden = self._truth.tokens if budget else ()
         return Request(self._prompt, TOKENS, budget, drafter=NoisyOracle(golden, BLOCK, MISS, MAX_RANK))
 
-    def _run(self, method: Any, request: Request, *, keep_logits: bool = False, graphs: bool = True) -> Run:
+    def _run(
+        self, method: Any, request: Request, *, keep_logits: bool = False, graphs: bool = True, timed: bool = False
+    ) -> Run:
         stream = 0 if self._device.stream is None else self._device.stream.ptr
-        return self._engine.run([request], method, keep_logits=keep_logits, graphs=graphs, stream=stream)
+        return self._engine.run([request], method, keep_logits=keep_logits, graphs=graphs, timed=timed, stream=stream)
 
     def same_bits(self, name: str, made: Generation) -> Parity:
         """The logits of the committed rows against plain decoding's."""

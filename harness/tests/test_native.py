@@ -15,16 +15,17 @@ from engine.abi import EngineError, Library
 from engine.engine import Engine
 from engine.tests.backends import open_ops
 from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
-from harness import cases, cli, parity, records
+from harness import cases, cli, native, parity, records
 from harness.cases import AR, DTYPES, GPU, Arm, Native, NativeCurve
 from harness.gpu_builders import NoGpuError
 from harness.gpu_decoder import EngineDecoder
 from harness.records import Row
 from harness.systems import Systems
-from reference.loop import Generation, Options
+from reference.loop import Generation, Options, Round
 from reference.tests.models import random_weights
 
 CASES = tuple(Native("humaneval", 3, budgets=(3,), prompts=1, max_new_tokens=3, dtype=dtype) for dtype in DTYPES)
+POLICY = Native("humaneval", 3, budgets=(7,), prompts=2, max_new_tokens=8, policy=True)
 ARMS = ("gpu-ar", "gpu-chain", "gpu-ddtree-b3")
 
 
@@ -93,6 +94,50 @@ def test_every_arm_is_held_against_the_engines_own_plain_decoding_in_its_type(li
     assert (code, again) == (0, rows)
 
 
+def test_prompts_whose_output_loops_are_left_out_and_counted(library, models, tmp_path, monkeypatch):
+    ratios = iter([0.5, 0.9, 0.5])
+    monkeypatch.setattr("harness.native.runners.loops", lambda tokens: next(ratios) < 0.8)
+    code, rows = run(tmp_path, models, opened(library), "-k", "decode and float32")
+    assert code == 0
+    decoded = [row for row in rows if row.block == "decode"]
+    assert {(row.metrics["prompts"], row.metrics["looping_left_out"]) for row in decoded} == {(1, 1)}
+    assert "1 prompts, 1 whose output loops were left out" in (tmp_path / "report.md").read_text()
+    monkeypatch.setattr("harness.native.runners.loops", lambda tokens: True)
+    code, rows = run(tmp_path / "none", models, opened(library), "-k", "decode and float32")
+    assert code == 3
+    assert {(row.status, row.reason) for row in rows} == {("NOT_RUN", "the outputs of all 3 prompts loop")}
+
+
+def test_a_policy_tells_what_it_expected(library, models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(cases.SUITES, "engine", (POLICY,))
+    code, rows = run(tmp_path, models, opened(library))
+    assert code == 0
+    found = {row.arm: row for row in rows if row.block == "decode"}
+    assert list(found) == ["gpu-ar", "gpu-chain", "gpu-ddtree-b7"]
+    assert all(row.case == "decode/humaneval/block3/greedy/float32/policy" for row in found.values())
+    assert "predicted_tokens" not in found["gpu-chain"].metrics
+    tree = found["gpu-ddtree-b7"]
+    assert tree.status == "OK", tree.reason
+    for name in ("predicted_tokens", "round_tokens"):
+        assert 1 <= (tree.metrics[name] or 0) <= 3
+    for name in ("predicted_s", "round_s"):
+        assert (tree.metrics[name] or 0) > 0
+    assert "budgets by the policy" in " ".join(capsys.readouterr().out.split())
+    assert "Budgets chosen by the policy" in (tmp_path / "report.md").read_text()
+
+
+def test_costs_of_the_policy_are_those_of_rounds_with_so_many_rows():
+    def decode(arm: Arm) -> Generation:
+        rounds = tuple(
+            Round(prefix_length=4, nodes=0, depth_limit=0, path=(0,), ranks=(), seconds={}, wall_seconds=seconds)
+            for seconds in (arm.budget * 1e-3, arm.budget * 3e-3)
+        )
+        return Generation((1, 2), rounds, "length", 0.0, 6)
+
+    assert native._costs(20, decode) == tuple((budget + 1, budget * 2e-3) for budget in (1, 3, 7, 15, 20))
+    assert native._costs(1, decode) == ((2, 2e-3),)
+
+
 class Forbidden(EngineDecoder):
     def _run(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this was measured already")
@@ -144,7 +189,7 @@ def test_without_graphs_a_case_is_another_one_and_its_runs_are_eager(library, mo
 
     monkeypatch.setattr(Engine, "run", run)
     monkeypatch.setattr(Library, "architectures", "90")
-    assert Native("humaneval", graphs=False).id == "decode/humaneval/block16/greedy/float32/eager"
+    assert Native("humaneval", graphs=False).id == "decode/humaneval/block8/greedy/float32/eager"
     replaying = EngineDecoder(models, library, prefill_rows=6)
     eager = replaying.of("float32", graphs=False)
     assert (replaying.launch, eager.launch) == ("graph", "eager")
