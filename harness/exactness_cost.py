@@ -1,8 +1,8 @@
 """What exactness costs: the pair's tokens per second with the row-invariant products against cuBLAS's, by method.
 
 Nothing is kept of the logits here, and prompts are read before the time starts. Arms of both take turns. Their kernels
-are launched one by one, since there are no graphs with cuBLAS. The exact chain and trees must give the tokens of exact
-plain decoding.
+are launched one by one, since there are no graphs with cuBLAS: that tells the products apart. What the exact engine
+gives as it is used, its rounds replayed, stands beside it. All exact arms must give the tokens of exact plain decoding.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ from harness.exactness import Plan, Unit, request, units
 from harness.parity import check_tokens, combine, reason
 from harness.records import Environment, Parity, Row, Scalar
 from harness.tables import faster
-from harness.timing import WallClock, interleave
+from harness.timing import Own, WallClock, interleave
 
 if TYPE_CHECKING:
     from harness.exactness_groups import Group, Session
 
 SAMPLES = 10
-EXACT, OTHER = "row-invariant", "cublas"  # how arms begin
+EXACT, OTHER, REPLAYED = "row-invariant", "cublas", "replayed"  # how arms begin; the last are EXACT as it is used
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one arm decodes: with the products of one engine, replayed as graphs or launched kernel by kernel."""
+
+    gemm: str
+    arm: Arm
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,15 +75,18 @@ class _Case:
 
     def __init__(self, session: Session, engines: Mapping[str, Engine], plan: Plan, dtype: str, digest: str):
         self._session, self._engines, self._plan, self._dtype, self._digest = session, engines, plan, dtype, digest
-        self._arms = {f"{gemm}-{arm.name}": (gemm, arm) for arm in (AR, *plan.arms) for gemm in engines}
+        decodings = (AR, *plan.arms)
+        self._ways = {f"{gemm}-{arm.name}": Way(gemm, arm) for arm in decodings for gemm in engines}
+        if engines[EXACT].graphs:
+            self._ways |= {f"{REPLAYED}-{arm.name}": Way(EXACT, arm, graphs=True) for arm in decodings}
         self._units = list(islice(units(plan), SAMPLES * plan.batch))
-        self._found: dict[str, dict[int, Decoded]] = {name: {} for name in self._arms}
+        self._found: dict[str, dict[int, Decoded]] = {name: {} for name in self._ways}
 
     def rows(self, environment: Environment, seconds: float) -> Iterator[Row]:
-        plan, now = self._plan, [0]
+        plan, now, clock = self._plan, [0], WallClock()
 
-        def call(engine: Engine, arm: Arm) -> Callable[[], Decoded]:
-            return lambda: decode(engine, plan, arm, self._group(now[0]))
+        def call(way: Way) -> Callable[[], Decoded]:
+            return lambda: decode(self._engines[way.gemm], plan, way.arm, self._group(now[0]), graphs=way.graphs)
 
         def begin(number: int) -> None:
             now[0] = number
@@ -83,10 +95,11 @@ class _Case:
             self._found[name][now[0]] = found
 
         measured = interleave(
-            {name: call(self._engines[gemm], arm) for name, (gemm, arm) in self._arms.items()},
+            {name: call(way) for name, way in self._ways.items()},
             samples=SAMPLES,
-            clock=WallClock(),
+            clock=clock,
             launch="eager",
+            own={name: Own(clock, launch="graph") for name, way in self._ways.items() if way.graphs},
             reader=SmiClockReader(uuid=gpu_uuid()) if self._session.kind == "cuda" else None,
             time_limit_s=seconds,
             begin=begin,
@@ -94,9 +107,11 @@ class _Case:
             seconds=lambda found: float(found.seconds),
             sample="prompt",
         )
-        for name, (gemm, arm) in self._arms.items():
+        for name, way in self._ways.items():
+            gemm, arm = way.gemm, way.arm
             timing, why, numbers = measured[name].timing, measured[name].failure, measured[name].numbers
-            parity = self._parity(name, numbers) if gemm == EXACT and arm != AR and why is None else None
+            told = gemm == EXACT and name != f"{EXACT}-{AR.name}" and why is None
+            parity = self._parity(name, numbers) if told else None
             why = why or (reason(parity) if parity is not None else None)
             tokens = sum(len(one) for number in numbers for one in self._found[name][number].tokens)
             speed = stats.ratio(tokens, sum(sample for sample in timing.samples_s if sample is not None))
@@ -144,10 +159,10 @@ class _Case:
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
-def decode(engine: Engine, plan: Plan, arm: Arm, group: Sequence[Unit]) -> Decoded:
+def decode(engine: Engine, plan: Plan, arm: Arm, group: Sequence[Unit], *, graphs: bool) -> Decoded:
     """One run, its prompts read before the time starts. Raises EngineError, RequestError."""
     asked = [request(engine, plan, arm, unit) for unit in group]
-    with engine.run(asked, cast(Method, arm.method), graphs=False) as run:
+    with engine.run(asked, cast(Method, arm.method), graphs=graphs) as run:
         active = run.prefill()
         start = time.perf_counter()
         while active:
@@ -160,18 +175,39 @@ def decode(engine: Engine, plan: Plan, arm: Arm, group: Sequence[Unit]) -> Decod
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Speeds of both products side by side; "slower": how much longer the exact one takes for the same samples."""
+    """Speeds of both products side by side, and of the exact ones replayed; "slower": how much longer they take than
+    cuBLAS's for the same samples, below 0 where they are faster."""
     found = {(row.case, row.arm): row for row in rows}
-    head = ("dtype", "batch", "method", f"{EXACT} tokens/s", f"{OTHER} tokens/s", "samples", "slower, % [95 %]")
+    slower = "slower, % [95 %]"
+    speeds = (f"{name} tokens/s" for name in (EXACT, OTHER))
+    head = ("dtype", "batch", "method", *speeds, "samples", slower, f"{REPLAYED} tokens/s", slower)
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
         base = found.get((row.case, row.against or ""))
-        if base is None:
+        if base is None or not row.arm.startswith(EXACT):
             continue
-        told = [f"{one.metrics['tokens_per_s']:.0f}" if one.status == "OK" else one.status for one in (row, base)]
-        taken, longer = row.timing.samples_s if row.timing else (), faster(row, base)
-        ends = [f"{100 * (end - 1):.1f}" for end in (longer.value, longer.low, longer.high) if end is not None]
-        slower = f"{ends[0]} [{', '.join(ends[1:])}]" if len(ends) == 3 else ends[0] if ends else "-"
         name = row.arm.removeprefix(f"{EXACT}-")
-        lines.append((str(row.params["dtype"]), str(row.params["batch"]), name, *told, str(len(taken)), slower))
+        replayed = found.get((row.case, f"{REPLAYED}-{name}"))
+        lines.append(
+            (
+                str(row.params["dtype"]),
+                str(row.params["batch"]),
+                name,
+                _speed(row),
+                _speed(base),
+                str(len(row.timing.samples_s if row.timing else ())),
+                _slower(row, base),
+                *(("-", "-") if replayed is None else (_speed(replayed), _slower(replayed, base))),
+            )
+        )
     return lines
+
+
+def _speed(row: Row) -> str:
+    return f"{row.metrics['tokens_per_s']:.0f}" if row.status == "OK" else row.status
+
+
+def _slower(row: Row, base: Row) -> str:
+    longer = faster(row, base)
+    ends = [f"{100 * (end - 1):.1f}" for end in (longer.value, longer.low, longer.high) if end is not None]
+    return f"{ends[0]} [{', '.join(ends[1:])}]" if len(ends) == 3 else ends[0] if ends else "-"

@@ -300,8 +300,8 @@ def test_a_wrong_token_has_no_cost_and_is_a_regression(models, tmp_path, monkeyp
     monkeypatch.setattr(exactness_cost, "SAMPLES", 1)
     sound = exactness_cost.decode
 
-    def decode(engine: Engine, plan: Plan, arm: Any, group: Any) -> Any:
-        made = sound(engine, plan, arm, group)
+    def decode(engine: Engine, plan: Plan, arm: Any, group: Any, *, graphs: bool) -> Any:
+        made = sound(engine, plan, arm, group, graphs=graphs)
         if arm.method != "chain":
             return made
         (*first, last), *others = made.tokens
@@ -313,7 +313,35 @@ def test_a_wrong_token_has_no_cost_and_is_a_regression(models, tmp_path, monkeyp
     assert {row.arm for row in rows if row.status == "INVALID"} == {"row-invariant-chain"}
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:3] == ["float32", "1", "chain"])
     assert line.split()[3] == "INVALID"
-    assert line.split()[-1] == "-"
+    assert line.split()[6:] == ["-", "-", "-"]
+
+
+def test_what_the_exact_engine_gives_as_it_is_used_stands_beside_it(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(exactness_cost, "SAMPLES", 2)
+    given: list[tuple[bool, bool]] = []
+    sound = exactness_cost.decode
+
+    def decode(engine: Engine, plan: Plan, arm: Any, group: Any, *, graphs: bool) -> Any:
+        given.append((engine.graphs, graphs))
+        return sound(engine, plan, arm, group, graphs=graphs)
+
+    def opened(*files: Any, gemm: str, **options: Any) -> Engine:
+        engine = with_own(*files, gemm=gemm, **options)
+        engine.graphs = gemm == "row_invariant"
+        return engine
+
+    monkeypatch.setattr(exactness_cost, "decode", decode)
+    assert command(models, tmp_path, opened, *BOTH, "--batch", "1", "--tokens", "4", "--methods", "chain") == 0
+    assert set(given) == {(False, False), (True, False), (True, True)}
+    rows = {row.arm: row for row in records.read(tmp_path / "rows.jsonl") if "cost" in row.case}
+    assert set(rows) == {f"{way}-{name}" for way in ("row-invariant", "cublas", "replayed") for name in ("ar", "chain")}
+    for name in ("ar", "chain"):
+        row = rows[f"replayed-{name}"]
+        assert (row.status, row.against, row.parity is not None) == ("OK", f"cublas-{name}", True)
+        assert row.timing is not None
+        assert row.timing.launch == "graph"
+    lines = capsys.readouterr().out.split("What exactness costs")[1].splitlines()
+    assert all(line.split()[-1].endswith("]") for line in lines[2:4])
 
 
 def test_what_exactness_costs_takes_none_of_the_time_that_is_over(models, tmp_path, capsys):
