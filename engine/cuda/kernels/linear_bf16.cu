@@ -1,9 +1,12 @@
 // y = x w^T on tensor cores: sums in the order of bf16_tile.h, which no tile shape changes.
 //
-// A block takes 16 to 96 outputs of up to 72 rows; its warps share them by slices of k. Weights go from memory into
-// each lane's own queue in shared memory, 40 KB and more of a multiprocessor's on their way, and are used for all rows
-// of the tile from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that
-// traffic at half of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
+// A block takes 8 to 96 outputs of up to 72 rows; its warps share them by slices of k. Where they can, blocks take an
+// equal share of the outputs, so that all multiprocessors are busy to the end. Weights go from memory into each lane's
+// own queue in shared memory, 40 KB and more of a multiprocessor's on their way, and are used for all rows of the tile
+// from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that traffic at half
+// of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
+
+#include <algorithm>
 
 #include "common/behind.h"
 #include "kernels/bf16_tile.h"
@@ -16,6 +19,8 @@ constexpr int kMostSize = 1 << 30;
 constexpr int kMostOutputs = 65535 * kBf16Outs;  // the grid's second side
 constexpr int kMostTileRows = 9 * kBf16Rows;
 constexpr int kVeryManyOutputs = 16384;
+constexpr int kMostEven = 5 * kBf16Outs;
+constexpr int kLongSum = 4096;
 
 // Shared memory of a block: what every architecture has; on an H200 for two blocks a multiprocessor, and for one.
 constexpr size_t kLeastBytes = 96 << 10, kHalfBytes = 112 << 10, kWholeBytes = 208 << 10;
@@ -24,12 +29,12 @@ constexpr int64_t kFewWeights = 4 << 20;
 
 // tile_rows: of a block, at most Tile::kRows.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16Args a, int tile_rows) {
+__global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16Args a, int tile_rows, int tile_outs) {
   KDTREE_DYNAMIC_SHARED(shared);
   const int part = lane_id() / 4;
   const int first_row = static_cast<int>(blockIdx.x) * tile_rows;
-  const int first_out = static_cast<int>(blockIdx.y) * Tile::kOuts;
-  const int rows = min(tile_rows, a.rows - first_row), outs = min(Tile::kOuts, a.out - first_out);
+  const int first_out = static_cast<int>(blockIdx.y) * tile_outs;
+  const int rows = min(tile_rows, a.rows - first_row), outs = min(tile_outs, a.out - first_out);
   const uint16_t* const x = a.x + blockIdx.z * a.x_batch + (first_row + part) * a.x_stride;
   const uint16_t* const w = a.w + blockIdx.z * a.w_batch + static_cast<int64_t>(first_out + part) * a.in;
   const int64_t eight = int64_t{8} * a.in;
@@ -44,13 +49,13 @@ __global__ void __launch_bounds__(Tile::kThreads) linear_bf16_kernel(LinearBf16A
 }
 
 template <class Tile>
-kdtree_status launch_tile(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
+kdtree_status launch_tile(const LinearBf16Args& a, int tile_rows, int tile_outs, cudaStream_t stream) {
   KDTREE_RETURN_IF_FAILED(
       allow_shared_memory(reinterpret_cast<const void*>(linear_bf16_kernel<Tile>), "linear_bf16_kernel", Tile::kBytes));
-  const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tile_rows)),
-                  static_cast<unsigned>(ceil_div(a.out, Tile::kOuts)), static_cast<unsigned>(a.batch));
+  const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, tile_rows)), static_cast<unsigned>(ceil_div(a.out, tile_outs)),
+                  static_cast<unsigned>(a.batch));
   return launch_behind("linear_bf16_kernel", linear_bf16_kernel<Tile>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
-                       a, tile_rows);
+                       a, tile_rows, tile_outs);
 }
 
 // The tile with as many stages as fit into kBytes, at most kStages.
@@ -61,19 +66,25 @@ struct Fitting {
 };
 
 // Tiles of 16 outputs and of 8 rows, slices, pieces of 32 k a stage, and the stages where shared memory allows them.
+// tile_outs: of a block, at most 16 kTiles.
 template <int kTiles, int kColumns, int kSlices, int kPieces, int kStages>
-kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
+kdtree_status launch(const LinearBf16Args& a, int tile_rows, int tile_outs, cudaStream_t stream) {
   using Least = typename Fitting<kTiles, kColumns, kSlices, kPieces, kStages, kLeastBytes>::Tile;
   using Half = typename Fitting<kTiles, kColumns, kSlices, kPieces, kStages, kHalfBytes>::Tile;
   using Whole = typename Fitting<kTiles, kColumns, kSlices, kPieces, kStages, kWholeBytes>::Tile;
   if constexpr (Whole::kStages > Least::kStages) {
     if (shared_memory_optin() >= kWholeBytes) {
-      const int64_t blocks = ceil_div(a.rows, tile_rows) * ceil_div(a.out, Least::kOuts) * a.batch;
-      return blocks <= kMultiprocessors ? launch_tile<Whole>(a, tile_rows, stream)
-                                        : launch_tile<Half>(a, tile_rows, stream);
+      const int64_t blocks = ceil_div(a.rows, tile_rows) * ceil_div(a.out, tile_outs) * a.batch;
+      return blocks <= kMultiprocessors ? launch_tile<Whole>(a, tile_rows, tile_outs, stream)
+                                        : launch_tile<Half>(a, tile_rows, tile_outs, stream);
     }
   }
-  return launch_tile<Least>(a, tile_rows, stream);
+  return launch_tile<Least>(a, tile_rows, tile_outs, stream);
+}
+
+template <int kTiles, int kColumns, int kSlices, int kPieces, int kStages>
+kdtree_status launch(const LinearBf16Args& a, int tile_rows, cudaStream_t stream) {
+  return launch<kTiles, kColumns, kSlices, kPieces, kStages>(a, tile_rows, kTiles * kBf16Outs, stream);
 }
 
 // Small weights in blocks of the smallest tiles that all run at once: they are read several times from L2 for nothing,
@@ -91,15 +102,41 @@ kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_
   return launch<1, 9, 8, 1, 4>(a, rows, stream);
 }
 
+// Outputs of a block, at most kMostEven, where all multiprocessors have the same number of blocks, as nearly as it
+// goes, and one or two of them for each tile of rows; 0: that is too few. A short sum begins and ends behind those of
+// another block, a long one keeps a multiprocessor busy alone.
+int even_outs(const LinearBf16Args& a, int tile_rows) {
+  const int64_t tiles = ceil_div(a.rows, tile_rows), all = tiles * a.out;
+  const int64_t each = std::max<int64_t>(ceil_div(all, int64_t{kMultiprocessors} * kMostEven), a.in < kLongSum ? 2 : 1);
+  if (a.batch > 1 || each > 2 * tiles) return 0;
+  constexpr int kUnit = kBf16Outs / 2;
+  return static_cast<int>(ceil_div(ceil_div(all, each * kMultiprocessors), kUnit)) * kUnit;
+}
+
+template <int kColumns>
+kdtree_status launch_even(const LinearBf16Args& a, int rows, int outs, cudaStream_t stream) {
+  if (outs <= 2 * kBf16Outs) return launch<2, kColumns, 4, 1, 8>(a, rows, outs, stream);
+  if (outs <= 3 * kBf16Outs) return launch<3, kColumns, 4, 1, 8>(a, rows, outs, stream);
+  if (outs <= 4 * kBf16Outs) return launch<4, kColumns, 4, 1, 8>(a, rows, outs, stream);
+  return launch<5, kColumns, 4, 1, 8>(a, rows, outs, stream);
+}
+
 kdtree_status launch_four_slices(const LinearBf16Args& a, int rows, bool few, cudaStream_t stream) {
-  if (rows <= (few ? 8 : 4)) return launch<1, 1, 4, 2, 4>(a, rows, stream);
-  if (few) return launch<1, 3, 4, 2, 4>(a, rows, stream);
+  if (few) return rows <= 8 ? launch<1, 1, 4, 2, 4>(a, rows, stream) : launch<1, 3, 4, 2, 4>(a, rows, stream);
+  if (const int outs = even_outs(a, rows); outs > 0) {
+    if (rows <= 8) return launch_even<1>(a, rows, outs, stream);
+    if (rows <= 16) return launch_even<2>(a, rows, outs, stream);
+    if (rows <= 24) return launch_even<3>(a, rows, outs, stream);
+    if (rows <= 40) return launch_even<5>(a, rows, outs, stream);
+    return launch_even<9>(a, rows, outs, stream);
+  }
+  if (rows <= 4) return launch<1, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 8) return launch<2, 1, 4, 2, 4>(a, rows, stream);
   if (rows <= 16) return launch<2, 2, 4, 2, 4>(a, rows, stream);
   if (rows <= 24) return launch<2, 3, 4, 2, 4>(a, rows, stream);
   if (rows <= 40)
-    return a.out < kVeryManyOutputs ? launch<4, 5, 4, 1, 6>(a, rows, stream) : launch<6, 5, 4, 1, 3>(a, rows, stream);
-  return launch<4, 9, 4, 1, 5>(a, rows, stream);
+    return a.out < kVeryManyOutputs ? launch<4, 5, 4, 1, 8>(a, rows, stream) : launch<6, 5, 4, 1, 3>(a, rows, stream);
+  return launch<4, 9, 4, 1, 8>(a, rows, stream);
 }
 
 }  // namespace
