@@ -266,7 +266,34 @@ class SliceCost(Slice):
         return tuple(f"{GPU}-{name}" for work in works for name in (work, f"cublas-{work}"))
 
 
-Case = Slice | Decode | Builder | Logits | Curve | Replay
+@dataclass(frozen=True)
+class Attention:
+    """One layer's verify attention of N rows behind a prefix, beside others. cold: caches are not in L2."""
+
+    prefix: int
+    heads: int = 64
+    batch: int = 1
+    rows: tuple[int, ...] = (1, 8, 17, 33, 65, 129)
+    cold: bool = True
+
+    @property
+    def id(self) -> str:
+        return f"attention/heads{self.heads}/batch{self.batch}/prefix{self.prefix}/{'cold' if self.cold else 'warm'}"
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """System and rows; only as many rows as scores that are written out leave time and memory for."""
+        size = self.batch * self.heads * self.prefix
+        limits = {"unfused": 2**29, "sdpa": 2**27, f"{GPU}-float32": 2**25}
+        systems = ("flashmla", "flashmla-tree", f"{GPU}-wgmma", f"{GPU}-portable", *limits)
+        return tuple(f"{name}-n{n}" for n in self.rows for name in systems if n * size < limits.get(name, n * size + 1))
+
+    @property
+    def cost(self) -> float:
+        return 1.0 + sum(self.rows) * self.heads * self.batch * self.prefix / 5e8
+
+
+Case = Slice | Decode | Builder | Logits | Curve | Replay | Attention
 
 _QUICK: tuple[Case, ...] = (
     *(Builder(8, budget) for budget in (*BUDGETS, 256)),
@@ -308,12 +335,20 @@ _TREES: tuple[Case, ...] = (
     *(Logits(budget, batch) for budget in (64, 1024) for batch in (1, 8, 64, 128, 256)),
 )
 _SLICE: tuple[Case, ...] = (Slice(), Slice(prefix=8192), SliceCost())
+_FEW = (1, 17, 65)
+_ATTENTION: tuple[Case, ...] = (
+    *(Attention(prefix) for prefix in (1024, 8192, 32_768, 131_072)),
+    *(Attention(prefix, cold=False) for prefix in (1024, 8192, 32_768)),
+    *(Attention(prefix, heads, rows=_FEW) for heads in (16, 128) for prefix in (1024, 8192, 32_768, 131_072)),
+    *(Attention(prefix, batch=8, rows=_FEW) for prefix in (1024, 8192, 32_768)),
+)
 SUITES: dict[str, tuple[Case, ...]] = {
     "quick": _QUICK,
     "full": _FULL,
     "trees": _TREES,
     "engine": _ENGINE,
     "slice": _SLICE,
+    "attention": _ATTENTION,
 }
 
 

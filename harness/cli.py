@@ -6,6 +6,7 @@
   python -m harness run --suite engine             # the engine's decodings on a GPU, in both number types
   python -m harness run --suite slice              # layers of a big model at full width, with random weights
   python -m harness run --suite trees              # tree builders alone, up to batches that fill a GPU
+  python -m harness run --suite attention          # the engine's attention on a GPU beside FlashMLA and PyTorch
   python -m harness compare reports/run/rows.jsonl # against the baseline of this hardware
   python -m harness exactness                      # bits of the logits: chain and trees against plain decoding
   python -m harness report DIR                     # the reports of stored rows once more

@@ -132,7 +132,7 @@ def conditions(row: Row, old: Row) -> list[str]:
 
 def threshold(row: Row) -> Threshold:
     """Kernels and builders must differ by 10 % and 2 us, whole decodings by 5 %."""
-    return KERNEL if row.block in ("builder", "bench") else END_TO_END
+    return KERNEL if row.block in ("builder", "attention", "bench") else END_TO_END
 
 
 def load_baselines(file: Path | None = None, folder: Path = BASELINES) -> list[Baseline]:

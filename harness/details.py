@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from harness import attention_report
 from harness.blocks import SHARED, cell, explain, headline, mark, place_of
 from harness.records import Environment, Row
 from harness.stats import Number
@@ -42,6 +43,7 @@ def details(measured: Measured) -> list[Section]:
         _stages(measured),
         _acceptance(measured),
         _curve(measured),
+        attention_report.section(measured),
         _other_builders(measured),
         _bench(measured),
         _environment(measured),
@@ -348,6 +350,12 @@ DEFINITIONS = Section(
         "delivers; of the engine alone, T_draft and T_verify are those of the extra run of its first prompt, by "
         "events inside the graph that is replayed; kernels of two stages do not overlap there, as they may elsewhere. "
         "Stage shares come from extra runs with marks between the stages; they are never used for speeds.",
+        "attention: of N rows of a tree over L cached rows, by the engine's kernels (wgmma, mma.sync, float32), by "
+        "FlashMLA's dense kernel, which has no mask (alone, and joined with the tree's nodes by PyTorch), by PyTorch. "
+        "OK: every head's row is that of sums in float64 up to rounding, the engine's also that of plain decoding, bit "
+        "for bit. TFLOP/s and GB/s count what the tree needs: the keys that each row sees; cache rows, queries and "
+        "results once. % roof: the time of so much at the speed of a copy or of a large product, whichever is longer, "
+        "over the time taken. x FlashMLA: times faster than it is without the tree.",
         "times: median, with digits that end at the noise (quartiles or interval); n/a: why stands below the table.",
     ),
 )

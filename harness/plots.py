@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from harness import attention_report
+from harness.attention_report import rows_of
 from harness.blocks import SHARED, headline
 from harness.details import acceptance, stage_names, stage_shares, verify_cost
 from harness.records import Row
@@ -32,6 +34,7 @@ WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, BOTTOM = 58, 14, 46
 COLOURS = 8
 CHAIN = "chain"
+FEWEST_COUNTS = 4  # of rows, for a plot of attention
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def figures(measured: Measured) -> list[Figure]:
         *_stages(measured),
         *_acceptance(measured),
         *_curve(measured),
+        *_attention(measured),
         *_builders(measured),
     ]
 
@@ -190,6 +194,30 @@ def _curve(measured: Measured) -> list[Figure]:
         "Time for N rows over the time for one. A tree of N-1 nodes pays only where its tau lies above this curve."
     )
     return [Figure("Cost of verifying", caption, line_chart("cost of verifying", x, y, series))]
+
+
+def _attention(measured: Measured) -> list[Figure]:
+    """The engine's kernels against FlashMLA: time against N, a figure a length, where there are enough N for a line."""
+    shown = ("gpu-wgmma", "gpu-portable", "flashmla", "flashmla-tree")
+    rows = [row for row in measured.block("attention") if median(row).value and row.params["attention"] in shown]
+    found = []
+    for heading, members in grouped(rows, measured, attention_report.OWN - {"prefix"}).items():
+        counts = sorted({rows_of(row) for row in members})
+        if len(counts) < FEWEST_COUNTS:
+            continue
+        series = []
+        for colour, system in enumerate(shown):
+            of_system = sorted((row for row in members if row.params["attention"] == system), key=rows_of)
+            points = [_time_point(counts.index(rows_of(row)), median(row)) for row in of_system]
+            if points:
+                series.append(Series(attention_report.label(of_system[0]), tuple(points), colour))
+        ticks = tuple((float(i), str(n)) for i, n in enumerate(counts))
+        x = Axis("N, rows of the tree", -0.4, len(counts) - 0.6, ticks)
+        y = logarithmic("µs (log scale)", _values(series))
+        title = f"Verify attention over {members[0].params['prefix']} cached rows"
+        caption = f"Median time of one layer's call; whiskers: quartiles. {heading}."
+        found.append(Figure(title, caption, line_chart(title, x, y, series)))
+    return found
 
 
 def _builders(measured: Measured) -> list[Figure]:

@@ -207,7 +207,7 @@ class Row:
     """
 
     suite: str
-    block: Literal["decode", "builder", "stage", "curve", "replay", "bench"]
+    block: Literal["decode", "builder", "stage", "curve", "replay", "attention", "bench"]
     case: str
     case_hash: str
     arm: str

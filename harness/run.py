@@ -10,8 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from harness import builders, curve, logits, native, records, replay, runners, slice_cost, slices
-from harness.cases import Builder, Chosen, Curve, Decode, Logits, Native, NativeCurve, Replay, Slice, SliceCost
+from harness import attention, builders, curve, logits, native, records, replay, runners, slice_cost, slices
+from harness.cases import (
+    Attention,
+    Builder,
+    Chosen,
+    Curve,
+    Decode,
+    Logits,
+    Native,
+    NativeCurve,
+    Replay,
+    Slice,
+    SliceCost,
+)
 from harness.compare import Comparison
 from harness.console import say
 from harness.records import Row
@@ -87,6 +99,8 @@ def measure(bench: Bench, chosen: Chosen, progress: Callable[[float], None] = la
             return slice_cost.rows(bench, chosen)
         case Slice():
             return slices.rows(bench, chosen)
+        case Attention():
+            return attention.rows(bench, chosen)
 
 
 def run(bench: Bench, chosen: Sequence[Chosen], path: Path, old: Sequence[Row] = ()) -> list[Row]:

@@ -157,7 +157,7 @@ class Measurement:
 
     @functools.cached_property
     def _bytes_per_s(self) -> float | None:
-        return copy_bandwidth(self._device)
+        return copy_bandwidth(self._device.library, self._device.stream, self._device.clock)
 
     def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
         yield from self._decodings(wanted)
@@ -365,23 +365,23 @@ def lists_along(tokens: Sequence[int], vocab_size: int) -> tuple[NDArray[np.int3
     return ids, lp
 
 
-def copy_bandwidth(device: Device) -> float | None:
+def copy_bandwidth(library: Library, stream: Any, clock: Clock) -> float | None:
     """Bytes a second that a copy in the device's memory reads and writes together, the best of ten.
 
     None of a GPU without CuPy: a copy on the host would say nothing of it.
     """
-    if device.stream is None:
-        if device.library.architectures != "host":
+    if stream is None:
+        if library.architectures != "host":
             return None
         source = np.zeros(COPIED // 64, np.uint8)
-        return 2 * len(source) / min(_seconds(device, source.copy) for _ in range(10))
+        return 2 * len(source) / min(_seconds(clock, source.copy) for _ in range(10))
     cupy = importlib.import_module("cupy")
-    with device.stream:
+    with stream:
         source, to = (cupy.zeros(COPIED, cupy.uint8) for _ in range(2))
-        return 2 * COPIED / min(_seconds(device, lambda: cupy.copyto(to, source)) for _ in range(10))
+        return 2 * COPIED / min(_seconds(clock, lambda: cupy.copyto(to, source)) for _ in range(10))
 
 
-def _seconds(device: Device, work: Callable[[], object]) -> float:
-    start = device.clock.mark()
+def _seconds(clock: Clock, work: Callable[[], object]) -> float:
+    start = clock.mark()
     work()
-    return device.clock.seconds(start, device.clock.mark())
+    return clock.seconds(start, clock.mark())

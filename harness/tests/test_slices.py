@@ -22,6 +22,7 @@ from harness.gpu_decoder import EngineDecoder
 from harness.records import Row
 from harness.slices import CONFIGS, lists_along, pass_bytes
 from harness.systems import Systems
+from harness.timing import WallClock
 
 CASE = Slice("tiny", layers=3, rows=(1, 4), budgets=(3,), prefix=5)
 ARMS = ["gpu-ar", "gpu-ddtree-b3", "gpu-n1", "gpu-n4"]
@@ -138,10 +139,9 @@ def test_another_seed_is_another_model_whose_rows_are_not_compared():
 
 def test_a_gpu_without_cupy_has_no_roofline(library, monkeypatch):
     """What a copy on the host takes says nothing of the memory of a GPU."""
-    device = EngineDecoder(Path("none"), library)
-    assert (slices.copy_bandwidth(device) or 0) > 0
+    assert (slices.copy_bandwidth(library, None, WallClock()) or 0) > 0
     monkeypatch.setattr(Library, "architectures", "90")
-    assert slices.copy_bandwidth(device) is None
+    assert slices.copy_bandwidth(library, None, WallClock()) is None
 
 
 def test_without_a_gpu_or_memory_one_row_says_why(library, tmp_path, monkeypatch):
