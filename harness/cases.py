@@ -80,7 +80,7 @@ class Native(Decode):
     that are measured before.
     """
 
-    prompts: int = 32
+    prompts: int = 24
     budgets: tuple[int, ...] = (16, 32, 64, 128)
     max_new_tokens: int = 64
     staged: tuple[str, ...] = ("ar", "chain", *(f"ddtree-b{budget}" for budget in BUDGETS))
