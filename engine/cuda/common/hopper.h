@@ -177,6 +177,14 @@ __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Four floats are added to those in memory: each sum is rounded to nearest, below 2^-126 to 0. A thread's additions to
+// one address come in its order.
+__device__ inline void add_to_memory(float4* to, float4 added) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "f"(added.x), "f"(added.y), "f"(added.z), "f"(added.w)
+               : "memory");
+}
+
 // Registers a thread of the warpgroup may have from here on: more, once others have given theirs.
 template <int kCount>
 __device__ inline void take_registers() {

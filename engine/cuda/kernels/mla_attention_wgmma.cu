@@ -35,16 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef KDTREE_HAS_WGMMA
   KDTREE_DYNAMIC_SHARED(raw);
   const Item item(a, plan, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
-  if (item.pairs() == 0) {
-    if (!item.all) return;  // which lets the next kernel start, too
-    for (int local = static_cast<int>(threadIdx.x) / kWarp; local < kRows; local += kThreads / kWarp) {
-      const int64_t to = static_cast<int64_t>(item.request) * a.rows.width * a.heads + item.first_row + local;
-      for (int i = static_cast<int>(threadIdx.x) % kWarp; i < kLatent / 4; i += kWarp)
-        reinterpret_cast<uint2*>(a.out + to * kLatent)[i] = make_uint2(0, 0);
-      if (a.lse != nullptr && threadIdx.x % kWarp == 0) a.lse[to] = -INFINITY;
-    }
-    return;
-  }
+  if (item.pairs() == 0) return;  // which lets the next kernel start, too
   unsigned char* const aligned = raw + (1024 - shared_address(raw) % 1024) % 1024;
   Block block;
   block.query = shared_address(aligned);
@@ -84,30 +75,35 @@ constexpr int kJoinWarps = 2;
 
 // Two rows of a node, 8 apart, and two columns in each of some pieces.
 template <int kPieces>
-struct Joined {
+struct Sums {
   float4 values[kPieces];
   float4 state;   // peak and total of tiles 0 of either row
   float2 others;  // totals of tiles 1
 
-  __device__ void set_joined(const Joined& left, const Joined& right_node) {
-    const Joined right = right_node;
-    const Join first(left.state.x, right.state.x), second(left.state.z, right.state.z);
+  __device__ void clear() {
+    KDTREE_UNROLL
+    for (int i = 0; i < kPieces; ++i) values[i] = {0, 0, 0, 0};
+    state = {-INFINITY, 0, -INFINITY, 0};
+    others = {0, 0};
+  }
+  __device__ void add(const Sums& next) {
+    const Addition first(state.x, next.state.x), second(state.z, next.state.z);
     KDTREE_UNROLL
     for (int i = 0; i < kPieces; ++i)
-      values[i] = {first(left.values[i].x, right.values[i].x), first(left.values[i].y, right.values[i].y),
-                   second(left.values[i].z, right.values[i].z), second(left.values[i].w, right.values[i].w)};
-    state = {first.peak, first(left.state.y, right.state.y), second.peak, second(left.state.w, right.state.w)};
-    others = {first(left.others.x, right.others.x), second(left.others.y, right.others.y)};
+      values[i] = {first(values[i].x, next.values[i].x), first(values[i].y, next.values[i].y),
+                   second(values[i].z, next.values[i].z), second(values[i].w, next.values[i].w)};
+    state = {first.peak, first(state.y, next.state.y), second.peak, second(state.w, next.state.w)};
+    others = {first(others.x, next.others.x), second(others.y, next.others.y)};
   }
 };
 
 struct Listed {
-  int place;  // in the workspace
-  int begin, keys;
+  int place;   // in the workspace
+  int begins;  // a span
 };
 
-// Grid: groups of the slice; halves, warps and pieces of a node. Joins the nodes of a group's rows as one block would
-// have joined their leaves. A warp takes kPieces pieces: one, so that there are many warps, or four, so that the states
+// Grid: groups of the slice; halves, warps and pieces of a node. Adds up the nodes of a group's rows as one block would
+// have added their leaves. A warp takes kPieces pieces: one, so that there are many warps, or four, so that the states
 // are read less often.
 template <int kPieces>
 __global__ void __launch_bounds__(kJoinWarps* kWarp)
@@ -116,9 +112,8 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
   KDTREE_DYNAMIC_SHARED(raw);
   __shared__ int total;
   constexpr int kAtOnce = kPieces == 1 ? 8 : 3;  // nodes that are on their way from memory together
-  using Joined = Joined<kPieces>;
-  Joined* const stack = reinterpret_cast<Joined*>(raw) + threadIdx.x;
-  Listed* const nodes = reinterpret_cast<Listed*>(stack - threadIdx.x + plan.levels() * kJoinWarps * kWarp);
+  using Sums = Sums<kPieces>;
+  Listed* const nodes = reinterpret_cast<Listed*>(raw);
   const int local = static_cast<int>(blockIdx.x), group = plan.first + local, request = group / plan.groups;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int place = static_cast<int>(blockIdx.y) * kJoinWarps + static_cast<int>(threadIdx.x) / kWarp;
@@ -143,8 +138,7 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
         begin = tail ? shared_end : plan.part_begin(item, length);
         stop = tail ? end : min(plan.part_begin(item + 1, length), shared_end);
       }
-      int own = 0;
-      for (int at = begin; at < stop; at += node_keys(at, stop)) ++own;
+      const int own = nodes_of(begin, stop);
       int before = own;
       for (int step = 1; step < kWarp; step *= 2) {
         const int below = __shfl_up_sync(kAllLanes, before, static_cast<unsigned>(step));
@@ -153,11 +147,8 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
       const int all = __shfl_sync(kAllLanes, before, kWarp - 1);
       int to = count + before - own;
       const int number = local * plan.items() + (tail ? plan.parts + node % max(plan.tails, 1) : item);
-      for (int at = begin, slot = 0; at < stop; ++slot) {
-        const int size = node_keys(at, stop);
-        nodes[to++] = {number * plan.slots + slot, at, size};
-        at += size;
-      }
+      for (int at = begin, slot = 0; at < stop; at = node_end(at, begin, stop), ++slot)
+        nodes[to++] = {number * plan.slots + slot, at == span_floor(at)};
       count += all;
     }
     if (threadIdx.x == 0) total = count;
@@ -167,11 +158,11 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
   wait_for_previous();  // for nodes; lengths were there before the kernel that leaves them began
 
   const float4* const vectors = static_cast<const float4*>(a.workspace) + warp * kWarp + lane;
-  int depth = 0;
-  Joined current{};
-  current.state = {-INFINITY, 0, -INFINITY, 0};
+  Sums all, span;
+  all.clear();
+  span.clear();
   for (int base = 0; base < count; base += kAtOnce) {
-    Joined next[kAtOnce];
+    Sums next[kAtOnce];
     KDTREE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       const float4* const from = vectors + nodes[min(base + i, count - 1)].place * kNodeVectors;
@@ -184,20 +175,18 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
     KDTREE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       if (base + i >= count) break;
-      if (base + i > 0) stack[depth++ * kJoinWarps * kWarp] = current;
-      current = next[i];
-      int begin = nodes[base + i].begin, size = nodes[base + i].keys;
-      while (is_right(begin, size)) {
-        current.set_joined(stack[--depth * kJoinWarps * kWarp], current);
-        begin -= size;
-        size *= 2;
+      if (nodes[base + i].begins == 0) {
+        span.add(next[i]);
+        continue;
       }
+      if (base + i > 0) all.add(span);
+      span = next[i];
     }
   }
-  while (depth > 0) current.set_joined(stack[--depth * kJoinWarps * kWarp], current);
+  all.add(span);
 
-  const float peaks[2] = {current.state.x, current.state.z};
-  const float totals[2] = {current.state.y + current.others.x, current.state.w + current.others.y};
+  const float peaks[2] = {all.state.x, all.state.z};
+  const float totals[2] = {all.state.y + all.others.x, all.state.w + all.others.y};
   KDTREE_UNROLL
   for (int i = 0; i < 2; ++i) {
     const int64_t to = static_cast<int64_t>(request) * a.rows.width * a.heads + row + 8 * i;
@@ -206,7 +195,7 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
       a.lse[to] = totals[i] == 0 ? -INFINITY : (peaks[i] + log2f(totals[i])) * 0.6931471805599453f;
     KDTREE_UNROLL
     for (int j = 0; j < kPieces; ++j) {
-      const float4 sums = current.values[j];
+      const float4 sums = all.values[j];
       *reinterpret_cast<uint32_t*>(a.out + to * kLatent + half * 256 + (piece + j) * 8 + lane % 4 * 2) =
           mla_bf16::narrow_pair((i == 0 ? sums.x : sums.z) * factor, (i == 0 ? sums.y : sums.w) * factor);
     }
@@ -216,7 +205,8 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
 
 constexpr unsigned kManyGroups = 8;  // from so many on the states of nodes are read less often
 constexpr int kMostParts = 256;
-constexpr int kItemKeys = 160;  // that an item's start and end take the time of, by guess: no curve was measured
+constexpr int kItemKeys = 160;     // that an item's start and end take the time of, by guess: no curve was measured
+constexpr double kNodeKeys = 1.5;  // likewise, what joining a node takes
 
 kdtree_status multiprocessors(int* count) {
   int device = 0;
@@ -234,12 +224,31 @@ kdtree_status plan_pass(int64_t requests, int width, int heads, int longest, int
   const int64_t groups = requests * plan.groups;
   const int leaves = leaf_of(longest - 1) + 1, last = leaf_floor(longest - 1);
   const int largest = std::max(longest - last, last > 0 ? leaf_keys(last - 1) : 0);
-  int64_t least = INT64_MAX;
-  for (int parts = 1; parts <= std::min(leaves, kMostParts); ++parts) {
-    const int64_t rounds = ceil_div(groups * (parts + plan.tails), blocks);
-    const int64_t keys = ceil_div(longest + int64_t{kLeafKeys} * leaves, parts);
-    const int64_t cost = rounds * (std::max<int64_t>(largest + kLeafKeys, keys) + kItemKeys);
-    if (cost < least) least = cost, plan.parts = parts;
+  double least = INFINITY;
+  for (const bool spans : {true, false}) {
+    Plan cut = plan;
+    cut.spans = spans;
+    for (cut.parts = std::min(cut.units(longest), kMostParts); cut.parts > 0; --cut.parts) {
+      const double rounds = static_cast<double>(ceil_div(groups * (cut.parts + plan.tails), blocks));
+      const double mean = (longest + double{kLeafKeys} * leaves) / cut.parts;
+      const auto time = [&](double keys, int nodes) {
+        return rounds * (std::max<double>(largest + kLeafKeys, keys) + kItemKeys) +
+               kNodeKeys * static_cast<double>(groups) * nodes;
+      };
+      if (time(mean, cut.parts) >= least) continue;  // whatever the longest part and the nodes
+      double keys = 0;
+      int nodes = 0;
+      for (int part = 0, begin = 0; part < cut.parts; ++part) {
+        const int end = cut.part_begin(part + 1, longest);
+        if (end > begin)
+          keys = std::max(keys,
+                          std::min(end, longest) - begin + double{kLeafKeys} * (leaf_of(end - 1) + 1 - leaf_of(begin)));
+        nodes += nodes_of(begin, end);
+        begin = end;
+      }
+      const double all = time(keys, nodes);
+      if (all < least) least = all, plan.parts = cut.parts, plan.spans = spans;
+    }
   }
   for (;; plan.parts = (plan.parts + 1) / 2) {
     plan.slots = plan.most_nodes(width);
@@ -292,8 +301,7 @@ kdtree_status map_cache(const MlaAttentionBf16Args& a, Plan* plan, CUtensorMap* 
 template <int kPieces>
 kdtree_status join_nodes(const MlaAttentionBf16Args& a, const Plan& plan, unsigned groups, cudaStream_t stream) {
   const auto kernel = mla_wgmma_join_kernel<kPieces>;
-  const size_t bytes = static_cast<size_t>(plan.levels()) * kJoinWarps * kWarp * sizeof(Joined<kPieces>) +
-                       static_cast<size_t>(plan.items() * plan.slots) * sizeof(Listed);
+  const size_t bytes = static_cast<size_t>(plan.items() * plan.slots) * sizeof(Listed);
   KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(kernel), "mla_attention_bf16", bytes, 128));
   return launch_behind("mla_wgmma_join_kernel", kernel, dim3(groups, 256 / kPieces / kJoinWarps),
                        dim3(kJoinWarps * kWarp), bytes, stream, a, plan);
@@ -343,7 +351,6 @@ kdtree_status attention(const MlaAttentionBf16Args& a, cudaStream_t stream) {
     const unsigned now = static_cast<unsigned>(std::min(plan.slice, groups - plan.first));
     mla_wgmma_kernel<<<dim3(now, static_cast<unsigned>(plan.items())), kThreads, kSharedBytes, stream>>>(a, plan, map);
     KDTREE_RETURN_IF_FAILED(check_launch("mla_wgmma_kernel"));
-    if (plan.items() == 1) continue;
     KDTREE_RETURN_IF_FAILED(now < kManyGroups ? join_nodes<1>(a, plan, now, stream)
                                               : join_nodes<4>(a, plan, now, stream));
   }

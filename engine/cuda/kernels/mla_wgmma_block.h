@@ -27,23 +27,31 @@ constexpr int kMoves = 8;  // a peak follows a score that is 2^8 times as heavy;
 struct Shared {
   uint64_t full[2][2];  // [tile][half of its columns], with the rope keys in the second
   uint64_t empty[2][2];
-  float peaks[2][kRows];   // after tile 0, after tile 1
-  float totals[2][kRows];  // of the tiles 0, of the tiles 1
+  float peaks[2][kRows];      // after tile 0, after tile 1
+  float4 node[2][kRows / 2];  // of a warpgroup's node: peak and total of row 16 w + r, then of that 8 below
 };
 constexpr size_t kSharedBytes = 1024 + 3 * kTileBytes + sizeof(Shared);
 static_assert(kSharedBytes <= 232448);
 
-// How the sums of two neighbouring nodes become one.
-struct Join {
-  float peak, left, right;  // the factors of the two
+// How the sums of some keys, a node, grow by those of the next keys. The node's peak moves seldom, so that its sums
+// need not be read: what is added is rounded, then the sum, as where it is added in memory.
+struct Addition {
+  float peak, node, next;  // the factors of the two
 
-  __device__ Join(float left_peak, float right_peak)
-      : peak(fmaxf(left_peak, right_peak)),
-        left(mla_bf16::rescale(left_peak, peak)),
-        right(mla_bf16::rescale(right_peak, peak)) {}
-  // The product that waits for memory is the inner one: the other way round, the compiler makes all others early, and
-  // they do not fit the registers.
-  __device__ float operator()(float a, float b) const { return fmaf(b, right, a * left); }
+  __device__ Addition(float node_peak, float next_peak) {
+    const bool moves = node_peak == -INFINITY || next_peak > node_peak + kMoves;
+    peak = moves ? next_peak : node_peak;
+    node = moves ? mla_bf16::rescale(node_peak, peak) : 1.0f;
+    next = moves ? 1.0f : mla_bf16::rescale(next_peak, peak);
+  }
+  __device__ float operator()(float sum, float added) const { return add_flushed(sum * node, added * next); }
+
+  // Sums below 2^-126 count as 0, as in memory.
+  __device__ static float add_flushed(float a, float b) {
+    float sum;
+    asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+  }
 };
 
 #ifdef KDTREE_HAS_WGMMA
@@ -52,7 +60,7 @@ using namespace hopper;
 using mla_bf16::narrow_pair;
 using mla_bf16::power2;
 
-enum Meeting { kFirstWeights = 1, kSecondWeights = 2, kCopied = 3, kTotals = 4, kScores = 5, kQueries = 6 };
+enum Meeting { kFirstWeights = 1, kSecondWeights = 2, kCopied = 3, kScores = 4, kQueries = 5 };
 
 struct Block {
   uint32_t query, tiles;  // addresses in shared memory
@@ -342,65 +350,45 @@ struct Multiplier {
     }
   }
 
-  // Joins the node of a slot, which lies left, with what the registers hold.
-  __device__ void join(int slot) {
-    const float4* const left = node(slot);
-    const float4 state = left[32 * 128];
-    const Join first(state.x, peaks[0]), second(state.z, peaks[1]);
-    peaks[0] = first.peak, peaks[1] = second.peak;
-    totals[0] = first(state.y, totals[0]), totals[1] = second(state.w, totals[1]);
-    constexpr int kAtOnce = 8;
-    KDTREE_UNROLL
-    for (int n = 0; n < 32; n += kAtOnce) {
-      float4 old[kAtOnce];
-      KDTREE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) old[i] = left[(n + i) * 128];
-      KDTREE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        float* const sum = sums + 4 * (n + i);
-        const float parts[4] = {old[i].x, old[i].y, old[i].z, old[i].w};
-        KDTREE_UNROLL
-        for (int j = 0; j < 4; ++j) sum[j] = (j < 2 ? first : second)(parts[j], sum[j]);
-      }
-      __syncwarp();  // or more would be loaded than the registers hold
-    }
-  }
-
+  // The sums of a leaf become a node.
   __device__ void leave(int slot) const {
     float4* const to = node(slot);
-    to[32 * 128] = make_float4(peaks[0], totals[0], peaks[1], totals[1]);
+    leave_state(to, make_float4(peaks[0], totals[0], peaks[1], totals[1]));
     KDTREE_UNROLL
     for (int n = 0; n < 32; ++n)
       to[n * 128] = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
   }
 
-  // The rows' result; both warpgroups.
-  __device__ void finish() {
-    KDTREE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      if (threadIdx.x % 4 == 0) block.shared->totals[kOwn][row() + 8 * i] = totals[i];
-    meet(kTotals, 256);
-    KDTREE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const int local = row() + 8 * i;
-      if (local >= item.row_end) continue;
-      const float total = block.shared->totals[0][local] + block.shared->totals[1][local];
-      const float factor = total == 0 ? 0.0f : 1.0f / total;
-      const int64_t to = static_cast<int64_t>(item.request) * a.rows.width * a.heads + item.first_row + local;
-      if (kOwn == 0 && threadIdx.x % 4 == 0 && a.lse != nullptr)
-        a.lse[to] = total == 0 ? -INFINITY : (peaks[i] + log2f(total)) * 0.6931471805599453f;
-      uint16_t* const out = a.out + to * kLatent + kOwn * 256 + column();
-      KDTREE_UNROLL
-      for (int n = 0; n < 32; ++n)
-        *reinterpret_cast<uint32_t*>(out + 8 * n) =
-            narrow_pair(sums[4 * n + 2 * i] * factor, sums[4 * n + 2 * i + 1] * factor);
+  // Adds the sums of a leaf to a node, in memory.
+  __device__ void add(int slot) {
+    float4* const to = node(slot);
+    const float4 old = block.shared->node[kOwn][row() / 16 * 8 + row() % 8];
+    const Addition first(old.x, peaks[0]), second(old.z, peaks[1]);
+    if (__any_sync(kAllLanes, first.node != 1.0f || second.node != 1.0f)) {
+      KDTREE_UNROLL_BY(4)
+      for (int n = 0; n < 32; ++n) {
+        const float4 sum = __ldcg(to + n * 128);
+        to[n * 128] = make_float4(sum.x * first.node, sum.y * first.node, sum.z * second.node, sum.w * second.node);
+      }
     }
+    leave_state(to, make_float4(first.peak, first(old.y, totals[0]), second.peak, second(old.w, totals[1])));
+    KDTREE_UNROLL
+    for (int n = 0; n < 32; ++n)
+      add_to_memory(to + n * 128, make_float4(sums[4 * n] * first.next, sums[4 * n + 1] * first.next,
+                                              sums[4 * n + 2] * second.next, sums[4 * n + 3] * second.next));
+  }
+
+  __device__ void leave_state(float4* to, float4 state) const {
+    to[32 * 128] = state;
+    __syncwarp();  // all four lanes of a row have what was there
+    if (threadIdx.x % 4 == 0) block.shared->node[kOwn][row() / 16 * 8 + row() % 8] = state;
+    __syncwarp();
   }
 
   __device__ void run() {
     const int pairs = item.pairs();
-    int depth = 0, leaf = item.begin;  // nodes that lie in the slots; first key of the leaf
-    bool fresh = true;                 // nothing was added to the sums of the leaf
+    int slot = 0, leaf = item.begin;  // of the node; first key of the leaf
+    bool fresh = true;                // nothing was added to the sums of the leaf
     const auto restart = [&] {
       fresh = true;
       peaks[0] = peaks[1] = -INFINITY;
@@ -413,18 +401,9 @@ struct Multiplier {
         totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 1);
         totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 2);
       }
-      int begin = leaf, size = leaf_keys(leaf);
-      const bool ends = last && item.all;
-      // What is left at the end of all is joined from the right to the left.
-      while (depth > 0 && (ends || (is_right(begin, size) && begin - size >= item.begin))) {
-        join(--depth);
-        begin -= size;
-        size *= 2;
-      }
-      if (ends)
-        finish();
-      else
-        leave(depth++);
+      const int span = span_floor(leaf);
+      span >= item.begin&& span < leaf ? add(slot) : leave(slot);
+      if (span < item.begin || next == span + span_keys(span)) ++slot;
       leaf = next;
       restart();
     };

@@ -1,10 +1,8 @@
-// How the attention on wgmma is cut: leaves of keys by absolute position, the tree that joins them, and the items that
-// blocks work on.
+// How the attention on wgmma is cut: leaves and spans of keys by absolute position, and the items that blocks work on.
 //
-// A leaf is summed from nothing, its tiles in order. Two neighbours of one size, the first at a multiple of twice that
-// size, are joined to a node of twice the size, wherever the row has keys in both; what is left at the row's end is
-// joined from the right to the left. So the tree, and with it every bit, follows from the row's own keys alone, and a
-// block may take any run of leaves: it joins what is joined within the run, and leaves a few nodes.
+// A leaf is summed from nothing, its tiles in order. The leaves of a span are added up in order, then the spans. So
+// every bit follows from the row's own keys alone, and a block may take any run of leaves: of a span that begins in its
+// run it leaves one node, the sum of what it has of it; of a span that began before, each leaf.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +15,7 @@ constexpr int kLatent = 512, kRope = 64, kRowBytes = 2 * (kLatent + kRope);
 constexpr int kRows = 64;  // head rows of an item
 constexpr int kTile = 64, kPair = 2 * kTile;
 
-// Short leaves let one row over few keys have many blocks; each costs a join of 64 x 512 sums.
+// Short leaves let one row over few keys have many blocks; each costs an addition of 64 x 512 sums.
 __host__ __device__ constexpr int leaf_keys(int position) {
   return position < 1024 ? 128 : position < 2048 ? 256 : position < 8192 ? 512 : position < 32768 ? 1024 : 2048;
 }
@@ -43,65 +41,84 @@ __host__ __device__ constexpr int leaves_end(int keys) {
 static_assert(leaf_begin(leaf_of(8191) + 1) == 8192 && leaf_begin(leaf_of(32767) + 1) == 32768 &&
               leaf_floor(2047) == 2048 - 256 && leaves_end(32769) == 32768 + 2048);
 
-// Whether a node is the right one of two that are joined.
-__host__ __device__ constexpr bool is_right(int begin, int size) { return (begin & size) != 0; }
-// Keys of the largest node that begins at `begin` and ends by `end`, a border of leaves.
-__host__ __device__ constexpr int node_keys(int begin, int end) {
-  int size = leaf_keys(begin);
-  while (!is_right(begin, size) && size <= end - begin - size) size *= 2;
-  return size;
+constexpr int kSpanLeaves = 8;  // at most
+__host__ __device__ constexpr int span_keys(int position) {
+  return position < 2048 ? 1024 : position < 8192 ? 2048 : position < 32768 ? 8192 : 16384;
+}
+__host__ __device__ constexpr int span_begin(int span) {
+  return span < 2   ? span * 1024
+         : span < 5 ? 2048 + (span - 2) * 2048
+         : span < 8 ? 8192 + (span - 5) * 8192
+                    : 32768 + (span - 8) * 16384;
+}
+__host__ __device__ constexpr int span_of(int position) {
+  return position < 2048    ? position / 1024
+         : position < 8192  ? 2 + (position - 2048) / 2048
+         : position < 32768 ? 5 + (position - 8192) / 8192
+                            : 8 + (position - 32768) / 16384;
+}
+__host__ __device__ constexpr int span_floor(int position) { return position & -span_keys(position); }
+static_assert(span_begin(span_of(8191) + 1) == 8192 && span_begin(span_of(32767) + 1) == 32768 &&
+              span_floor(2047) == 1024 && span_floor(65535) == 49152);
+
+// Where the node ends that begins at a leaf's begin in a run of keys.
+__host__ __device__ constexpr int node_end(int at, int run_begin, int run_end) {
+  const int end = span_floor(at) >= run_begin ? span_floor(at) + span_keys(at) : at + leaf_keys(at);
+  return end < run_end ? end : run_end;
+}
+__host__ __device__ constexpr int nodes_of(int begin, int end) {
+  int nodes = 0;
+  for (int at = begin; at < end; at = node_end(at, begin, end)) ++nodes;
+  return nodes;
 }
 
-// In the time that a leaf's end takes, by guess: the cycles of version 3 in mla_attention_bf16.md give some 230.
-constexpr int kLeafKeys = 200;
+constexpr int kLeafKeys = 60;  // in the time that a leaf's end takes
 
 // How a pass is cut. A group is 64 head rows of a request: of one node, or of several with fewer heads. Its items are
 // `parts` runs of leaves and, of several nodes, a tail of each: from the leaf on in which the prefix ends.
 struct Plan {
   int groups;  // of a request
   int parts;
-  int tails;  // items behind the parts: nodes of a group, 0 if one
-  int slots;  // nodes that an item may leave
+  int tails;   // items behind the parts: nodes of a group, 0 if one
+  int slots;   // nodes that an item may leave
+  bool spans;  // parts begin where spans do
   int longest;
   int slice;  // groups of a launch
   int first;  // of the launch, of all requests
   int boxes;  // copies that bring 64 rows; 0: rows of the cache lie so that each comes by itself
 
   __host__ __device__ int items() const { return parts + tails; }
-  // At most so many nodes of a row wait for their right neighbours.
-  __host__ __device__ int levels() const {
-    int levels = 2;
-    while (levels < 24 && kPair << (levels - 2) < longest) ++levels;
-    return levels < items() * slots ? levels : items() * slots;
-  }
   // Keys that no row of a request has more of: what the parts are cut from, as `longest` may be far more.
   __host__ __device__ int length(const MlaAttentionBf16Args& a, int request) const {
     return max(min(a.rows.prefix_lengths[request] + a.rows.width, longest), 1);
   }
-  // Runs of leaves that take about as long: a leaf costs as much as some more keys.
+  // Leaves or spans, of which parts are runs.
+  __host__ __device__ int units(int length) const { return (spans ? span_of(length - 1) : leaf_of(length - 1)) + 1; }
+  __host__ __device__ int unit_begin(int unit) const { return spans ? span_begin(unit) : leaf_begin(unit); }
+  // Runs that take about as long: a leaf costs as much as some more keys.
   __host__ __device__ int part_begin(int part, int length) const {
-    if (part >= parts) return leaves_end(length);
-    const int leaves = leaf_of(length - 1) + 1;
-    if (parts >= leaves) return min(leaf_begin(part), leaves_end(length));
-    const int64_t at = (length + int64_t{kLeafKeys} * leaves) * part / parts;
-    int low = 0, high = leaves;  // the first leaf whose middle is not before
+    const int end = leaves_end(length), all = units(length);
+    if (part >= parts) return end;
+    if (parts >= all) return min(unit_begin(part), end);
+    const auto cost = [length](int begin) { return min(begin, length) + int64_t{kLeafKeys} * leaf_of(begin); };
+    const int64_t at = cost(end) * part / parts;
+    int low = 0, high = all;  // the first unit whose middle is not before
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (int64_t{leaf_begin(middle)} + leaf_begin(middle + 1) + int64_t{kLeafKeys} * (2 * middle + 1) < 2 * at)
+      if (cost(unit_begin(middle)) + cost(min(unit_begin(middle + 1), end)) < 2 * at)
         low = middle + 1;
       else
         high = middle;
     }
-    return leaf_begin(low);
+    return min(unit_begin(low), end);
   }
-  // What an item leaves at most, and has waiting while it is worked on. The first part has the most leaves; a tail has
-  // the last leaf of the prefix and what follows.
+  // Nodes of an item, at most: leaves of a span that began before, then spans. No part has more of these than the
+  // first and one. A tail begins with the last leaf of the prefix.
   int most_nodes(int width) const {
-    const int all = leaf_of(longest - 1) + 1, first = parts >= all ? 1 : leaf_of(part_begin(1, longest)) + 2;
-    int nodes = 1;
-    for (int n = std::max(std::min(first, all), tails > 0 ? std::min(all, width / kPair + 3) : 1); n > 1; n /= 2)
-      nodes += 2;
-    return nodes;
+    const int leaves = leaf_of(longest - 1) + 1, before = spans ? 0 : kSpanLeaves - 1;
+    const int nodes = parts >= units(longest) ? 1 : before + span_of(part_begin(1, longest)) + 2;
+    const int tail = tails > 0 ? kSpanLeaves + width / 1024 + 2 : 1;
+    return std::min(std::max(nodes, std::min(tail, width / kPair + 3)), leaves);
   }
 };
 
@@ -125,7 +142,6 @@ struct Item {
   int prefix;
   int begin, end;
   int number;  // where in the workspace its nodes lie
-  bool all;    // of the rows' keys
 
   __host__ __device__ Item(const MlaAttentionBf16Args& a, const Plan& plan, int local, int index) {
     const int group = plan.first + local;
@@ -134,7 +150,6 @@ struct Item {
     node = first_row / a.heads;
     prefix = a.rows.prefix_lengths[request];
     number = local * plan.items() + index;
-    all = plan.parts == 1 && plan.tails == 0;
     row_begin = 0;
     row_end = kRows;
     begin = end = 0;

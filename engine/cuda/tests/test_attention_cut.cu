@@ -1,4 +1,4 @@
-// How the attention on wgmma is cut, without a device: whatever the parts, a row's leaves are joined by the same tree.
+// How the attention on wgmma is cut, without a device: whatever the parts, a row's leaves are added in one order.
 
 #include <algorithm>
 #include <random>
@@ -11,18 +11,19 @@ using namespace kdtree::mla_wgmma;
 
 namespace {
 
-// A node, and how it was joined, as text.
-struct Joined {
-  int begin, size;
+// A node, and how it was added up, as text.
+struct Summed {
+  int begin;
   std::string how;
 };
 
 std::string leaf(int begin, int end) { return std::to_string(begin) + "-" + std::to_string(end) + " "; }
-std::string join(const std::string& left, const std::string& right) { return "(" + left + right + ")"; }
+std::string add(const std::string& node, const std::string& next) { return "(" + node + next + ")"; }
 
 // One request.
 struct Pass {
   int heads, width, prefix, node_count, longest, parts;
+  bool spans;
   std::vector<int32_t> positions;
 
   MlaAttentionBf16Args args() const {
@@ -36,29 +37,31 @@ struct Pass {
     Plan plan{};
     plan.groups = static_cast<int>(ceil_div(width * heads, kRows));
     plan.tails = heads < kRows ? kRows / heads : 0;
-    plan.longest = longest, plan.parts = parts, plan.slice = 1;
+    plan.longest = longest, plan.parts = parts, plan.spans = spans, plan.slice = 1;
     plan.slots = plan.most_nodes(width);
     return plan;
   }
 };
 
-// What a block does at the end of its leaves. Returns what it leaves, or all in one where it has all of the rows' keys.
-std::vector<Joined> work(const Item& item, int slots) {
-  std::vector<Joined> left;
+// What a block does at the end of its leaves. Returns what it leaves.
+std::vector<Summed> work(const Item& item, int slots) {
+  std::vector<Summed> left;
   int first = item.begin;
+  bool open = false;  // the last node
   for (int pair = 0; pair < item.pairs(); ++pair) {
     const int next = item.begin + (pair + 1) * kPair;
-    const bool last = pair + 1 == item.pairs();
-    if (!last && next < first + leaf_keys(first)) continue;
+    if (pair + 1 < item.pairs() && next < first + leaf_keys(first)) continue;
     CHECK(next <= first + leaf_keys(first));
-    Joined now{first, leaf_keys(first), leaf(first, std::min(next, item.end))};
-    while (!left.empty() &&
-           ((last && item.all) || (is_right(now.begin, now.size) && now.begin - now.size >= item.begin))) {
-      CHECK((last && item.all) || (left.back().begin == now.begin - now.size && left.back().size == now.size));
-      now = {now.begin - now.size, 2 * now.size, join(left.back().how, now.how)};
-      left.pop_back();
+    const std::string now = leaf(first, std::min(next, item.end));
+    const int span = span_floor(first);
+    if (span >= item.begin && span < first) {
+      CHECK(open);
+      left.back().how = add(left.back().how, now);
+    } else {
+      CHECK(!open);
+      left.push_back({first, now});
     }
-    left.push_back(now);
+    open = span >= item.begin && next < span + span_keys(span);
     CHECK(static_cast<int>(left.size()) <= slots);
     first = next;
   }
@@ -66,36 +69,33 @@ std::vector<Joined> work(const Item& item, int slots) {
 }
 
 // What the joining kernel makes of nodes in their order.
-std::string join_all(const std::vector<Joined>& nodes, int levels) {
-  std::vector<Joined> waiting;
-  for (const Joined& node : nodes) {
-    Joined now = node;
-    CHECK(static_cast<int>(waiting.size()) < levels);
-    while (is_right(now.begin, now.size)) {
-      CHECK(!waiting.empty());
-      now = {now.begin - now.size, 2 * now.size, join(waiting.back().how, now.how)};
-      waiting.pop_back();
+std::string join_all(const std::vector<Summed>& nodes) {
+  std::string all, span;
+  for (const Summed& node : nodes) {
+    if (node.begin != span_floor(node.begin)) {
+      CHECK(!span.empty());
+      span = add(span, node.how);
+      continue;
     }
-    waiting.push_back(now);
+    all = add(all, span);
+    span = node.how;
   }
-  std::string how;
-  for (; !waiting.empty(); waiting.pop_back()) how = how.empty() ? waiting.back().how : join(waiting.back().how, how);
-  return how;
+  return add(all, span);
 }
 
-// The tree of so many keys, as it is defined.
-std::string tree_of(int keys) {
-  std::vector<Joined> leaves;
+// The sum of so many keys, as it is defined.
+std::string sum_of(int keys) {
+  std::vector<Summed> leaves;
   for (int begin = 0; begin < keys; begin += leaf_keys(begin))
-    leaves.push_back({begin, leaf_keys(begin), leaf(begin, std::min(begin + leaf_keys(begin), keys))});
-  return join_all(leaves, 64);
+    leaves.push_back({begin, leaf(begin, std::min(begin + leaf_keys(begin), keys))});
+  return join_all(leaves);
 }
 
 void check_pass(const Pass& pass, int group) {
   const MlaAttentionBf16Args a = pass.args();
   Plan plan = pass.plan();
   plan.first = group;
-  std::vector<std::vector<Joined>> left;
+  std::vector<std::vector<Summed>> left;
   for (int i = 0; i < plan.items(); ++i) left.push_back(work(Item(a, plan, 0, i), plan.slots));
   for (int i = 0; i < std::max(plan.tails, 1); ++i) {
     const int node = group * kRows / pass.heads + i;
@@ -104,48 +104,40 @@ void check_pass(const Pass& pass, int group) {
     // As the joining kernel finds them: from each item as many as its run of leaves makes.
     const int length = plan.length(a, 0), end = leaves_end(keys);
     const int shared_end = plan.tails == 0 ? end : leaf_floor(std::min(pass.prefix, pass.longest));
-    std::vector<Joined> nodes;
+    std::vector<Summed> nodes;
     for (int item = 0; item < plan.parts + (plan.tails > 0 ? 1 : 0); ++item) {
       const bool tail = item == plan.parts;
       const int stop = tail ? end : std::min(plan.part_begin(item + 1, length), shared_end);
-      const std::vector<Joined>& of = left[static_cast<size_t>(tail ? item + i : item)];
+      const std::vector<Summed>& of = left[static_cast<size_t>(tail ? item + i : item)];
+      const int begin = tail ? shared_end : plan.part_begin(item, length);
       size_t slot = 0;
-      if (plan.items() == 1) {
-        nodes = of;
-        continue;
-      }
-      for (int at = tail ? shared_end : plan.part_begin(item, length); at < stop; at += of[slot++].size) {
+      for (int at = begin; at < stop; at = node_end(at, begin, stop)) {
         CHECK(slot < of.size());
         CHECK_EQUAL(of[slot].begin, at);
-        CHECK_EQUAL(of[slot].size, node_keys(at, stop));
-        nodes.push_back(of[slot]);
+        nodes.push_back(of[slot++]);
       }
+      CHECK_EQUAL(slot, of.size());
     }
-    if (plan.items() == 1) {
-      CHECK_EQUAL(nodes.size(), 1u);
-      CHECK_EQUAL(nodes[0].how, tree_of(keys));
-    } else {
-      CHECK_EQUAL(join_all(nodes, plan.levels()), tree_of(keys));
-    }
+    CHECK_EQUAL(join_all(nodes), sum_of(keys));
   }
 }
 
 }  // namespace
 
-TEST(however_a_pass_is_cut_the_tree_is_that_of_the_keys) {
+TEST(however_a_pass_is_cut_the_sum_is_that_of_the_keys) {
   std::mt19937 generator(1);
   const auto below = [&](int n) { return static_cast<int>(generator() % static_cast<uint32_t>(n)); };
   for (int i = 0; i < (check::tiny() ? 500 : 10000); ++i) {
     const int capacity = std::vector<int>{200, 1500, 5000, 20000, 70000, 140000}[static_cast<size_t>(below(6))];
-    Pass pass{16 << below(4), 1 + below(below(4) > 0 ? 40 : 300), below(capacity), 0, 0, 1, {}};
+    Pass pass{16 << below(4), 1 + below(below(4) > 0 ? 40 : 300), below(capacity), 0, 0, 1, below(2) == 0, {}};
     pass.node_count = below(8) == 0 ? below(pass.width + 1) - 1 : pass.width - 1;
     const bool chain = below(2) == 0;
     for (int row = 0; row < pass.width; ++row)
       pass.positions.push_back(row > pass.node_count ? 1 << 30
                                                      : pass.prefix + (chain ? row : below(std::min(row, 15) + 1)));
     pass.longest = pass.prefix + pass.width + (below(2) == 0 ? below(2 * capacity) : 0);
-    const int leaves = leaf_of(pass.longest - 1) + 1;
-    pass.parts = below(3) == 0 ? leaves : below(3) == 0 ? 1 : 1 + below(leaves);
+    const int units = pass.plan().units(pass.longest);
+    pass.parts = below(3) == 0 ? units : below(3) == 0 ? 1 : 1 + below(units);
     check_pass(pass, below(pass.plan().groups));
   }
 }
