@@ -25,13 +25,8 @@ from harness.timing import Stages
 from reference.loop import Generation, Round
 from reference.sampling import choice_margins, choose_rows
 
-<<<<<<< main
-# Of the reference's choices that an engine of this type may turn. The shipped pair's in bf16 did up to 0.301, in a prompt
-# of GSM8K, 552, where the reference's own emulation of bf16 turns it too.
-=======
 # Of the reference's choices that an engine of this type may turn. The shipped pair's in bf16 did up to 0.301, in
 # GSM8K's prompt 552, where the reference's own emulation of bf16 turns it too.
->>>>>>> local
 MARGINS = {"float32": MARGIN, "bfloat16": 0.5}
 COST_BUDGETS = (1, 3, 7, 15, 31, 63, 127)  # whose rounds are measured for the policy
 
