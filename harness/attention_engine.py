@@ -54,7 +54,8 @@ class EngineAttention:
             given.gpu.synchronize()
             return [out]
 
-        return GpuArm(run, repeats * len(caches), Own(given.gpu.clock, run, "graph"), results)
+        before = self._clear if given.case.cold else run
+        return GpuArm(run, repeats * len(caches), Own(given.gpu.clock, before, "graph"), results)
 
     def checks(self, n: int, found: Any) -> list[Check]:
         """The bits of the rows of an arm with `n` of them."""
@@ -91,6 +92,10 @@ class EngineAttention:
         out = self._empty(n)
         self._call(n, self._ops)(cache, out)
         return out
+
+    def _clear(self) -> None:
+        with self._given.on():
+            self._given.idle.fill(0)
 
     def _new_ops(self) -> Ops:
         return Ops(self._given.gpu.ops.library, self._given.gpu.ops.memory)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from harness import torch_gpu
@@ -54,6 +55,7 @@ class Peers:
         self._given, self._case, self._least = given, given.case, calls
         self._q = self._tensor(given.q)
         self._caches = [self._tensor(cache) for cache in given.caches]
+        self._idle = self._torch.from_dlpack(given.idle)
         self._held: list[object] = []  # what graphs know by its address alone
 
     def arm(self, name: str, rows: int) -> GpuArm:
@@ -76,7 +78,7 @@ class Peers:
             torch.cuda.synchronize()
             return [self.bits(found[0])]
 
-        return GpuArm(run, len(order), own, results)
+        return GpuArm(run, len(order), replace(own, before=self._idle.zero_) if self._case.cold else own, results)
 
     def attend(self, name: str, rows: int) -> Callable[[Any], Any]:
         """cache bfloat16 [R, capacity, 576] -> [R, rows, H, 512] of the first rows."""

@@ -284,13 +284,13 @@ class Attention:
     def arms(self) -> tuple[str, ...]:
         """System and rows; only as many rows as scores that are written out leave time and memory for."""
         size = self.batch * self.heads * self.prefix
-        limits = {"unfused": 2**29, "sdpa": 2**27, f"{GPU}-float32": 2**25}
+        limits = {"unfused": 2**29, "sdpa": 2**24, f"{GPU}-float32": 2**21}
         systems = ("flashmla", "flashmla-tree", f"{GPU}-wgmma", f"{GPU}-portable", *limits)
         return tuple(f"{name}-n{n}" for n in self.rows for name in systems if n * size < limits.get(name, n * size + 1))
 
     @property
     def cost(self) -> float:
-        return 1.0 + sum(self.rows) * self.heads * self.batch * self.prefix / 5e8
+        return 4.0 + sum(self.rows) * self.heads * self.batch / 8000
 
 
 Case = Slice | Decode | Builder | Logits | Curve | Replay | Attention
@@ -339,8 +339,8 @@ _FEW = (1, 17, 65)
 _ATTENTION: tuple[Case, ...] = (
     *(Attention(prefix) for prefix in (1024, 8192, 32_768, 131_072)),
     *(Attention(prefix, cold=False) for prefix in (1024, 8192, 32_768)),
-    *(Attention(prefix, heads, rows=_FEW) for heads in (16, 128) for prefix in (1024, 8192, 32_768, 131_072)),
-    *(Attention(prefix, batch=8, rows=_FEW) for prefix in (1024, 8192, 32_768)),
+    *(Attention(prefix, heads, rows=_FEW) for heads in (16, 128) for prefix in (8192, 32_768, 131_072)),
+    *(Attention(prefix, batch=8, rows=_FEW) for prefix in (1024, 8192)),
 )
 SUITES: dict[str, tuple[Case, ...]] = {
     "quick": _QUICK,

@@ -13,6 +13,7 @@ import pytest
 
 from engine.tests.backends import open_ops
 from harness import attention, attention_peers, cases, cli, records
+from harness.attention import Rates
 from harness.attention_engine import EngineAttention
 from harness.attention_input import RANK, SCALE, Input, Tree, Truth, check_values, narrow, widen
 from harness.attention_peers import NAMES, NoPeerError, Peers
@@ -38,6 +39,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cases.SUITES, "attention", (CASE,))
     monkeypatch.setattr(attention, "SAMPLES", 2)
     monkeypatch.setattr(attention, "CALLS", 1)
+    monkeypatch.setattr(attention, "KEYS", 1)
     monkeypatch.setattr("harness.attention_input.ROTATED", 2**17)
     monkeypatch.setattr("harness.slices.COPIED", 2**26)
 
@@ -70,7 +72,7 @@ def test_the_engines_rows_are_true_and_those_of_others_say_what_is_missing(tmp_p
             assert row.parity.compared > 2 * n * 16 * RANK
             assert row.timing is not None
             assert (row.timing.l2, row.timing.launch, len(row.timing.samples_s)) == ("flushed", "graph", 2)
-            assert 0 < (row.metrics["error"] or 0) < 2**-6
+            assert 0 < (row.metrics["error"] or 0) < 2**-7
             assert row.metrics["roofline_share"] is None
             assert row.params["rows"] == n
         assert rows[f"gpu-wgmma-n{n}"].status == "NOT_RUN"
@@ -92,6 +94,25 @@ def test_without_a_gpu_one_row_says_why(tmp_path):
         3,
         [("gpu", "NOT_RUN", "the driver is asleep")],
     )
+
+
+def test_without_memory_one_row_says_why(tmp_path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise MemoryError("out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(attention, "Truth", full)
+    code, rows = run(tmp_path, host())
+    assert (code, rows["gpu"].status, rows["gpu"].reason) == (3, "NOT_RUN", "out of memory allocating 9 bytes")
+
+
+def test_the_roofline_is_the_slower_of_copies_and_products():
+    rates = Rates(4e12, 8e14)
+    assert rates.seconds(8e14, 4e11) == (1.0, None)
+    assert rates.seconds(8e13, 4e12) == (1.0, None)
+    for unknown in (Rates(None, 8e14), Rates(4e12, None)):
+        seconds, why = unknown.seconds(1.0, 1.0)
+        assert seconds is None
+        assert why
 
 
 def test_values_that_are_wrong_show_no_time(tmp_path):
@@ -175,11 +196,11 @@ def test_the_truth_is_the_softmax_over_all_keys_at_once(monkeypatch, tree):
     truth = Truth(given)
     np.testing.assert_allclose(truth.values(1, 3, tree=tree), wanted.reshape(-1, RANK), rtol=1e-12, atol=1e-14)
     found = narrow(np, np.stack([truth.values(r, 3, tree=tree).reshape(3, 16, RANK) for r in (0, 1)]))
-    check, error = check_values("rows", given, truth, found, tree=tree, dtype="bfloat16")
+    check, error = check_values("rows", given, truth, found, tree=tree, allowed=2**-8)
     assert check.difference is None
-    assert 0 < error < 2**-8
+    assert error > 0
     found[1, 2, 5, 0] = 0x7FC1
-    check, error = check_values("rows", given, truth, found, tree=tree, dtype="bfloat16")
+    check, error = check_values("rows", given, truth, found, tree=tree, allowed=2**-8)
     assert check.difference is not None
     assert (error, check.difference.index) == (np.inf, 2 * 16 + 5)
 
@@ -187,7 +208,7 @@ def test_the_truth_is_the_softmax_over_all_keys_at_once(monkeypatch, tree):
 def test_arms_that_write_out_their_scores_end_where_these_grow_large():
     whole = Attention(131_072)
     assert "unfused-n33" in whole.arms
-    assert not {"unfused-n65", "sdpa-n33", "gpu-float32-n8"} & set(whole.arms)
+    assert not {"unfused-n65", "sdpa-n8", "gpu-float32-n1"} & set(whole.arms)
     assert {"gpu-wgmma-n129", "flashmla-tree-n129"} < set(whole.arms)
 
 
@@ -219,7 +240,7 @@ def test_peers_find_the_truth(monkeypatch, name):
     peers, truth = Peers(given, 1), Truth(given)
     for rows in (1, 4):
         found = peers.bits(peers.attend(name, rows)(peers.first_cache()))
-        check, error = check_values("rows", given, truth, found, tree=name != "flashmla", dtype="bfloat16")
+        check, error = check_values("rows", given, truth, found, tree=name != "flashmla", allowed=2**-5)
         assert check.difference is None, check.difference
         assert error > 0
     prefixes = {"flashmla": [41, 44], "flashmla-tree": [40, 40]}
