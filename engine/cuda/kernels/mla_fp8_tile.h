@@ -55,7 +55,7 @@ __device__ inline void convert_codes(unsigned char* stage, unsigned char* tile) 
   const auto [warp, lane] = Thread::again();
   const unsigned char* const share = fp8_share(stage, warp);
   __syncwarp();  // the scales that other lanes copied are there, and the columns' values are read
-  KDTREE_UNROLL_BY(1)
+  KDTREE_UNROLL_BY(2)
   for (int i = 0; i < kKeys / kKeysAtOnce; ++i) {
     const int key = i * kKeysAtOnce + lane / kPieces;
     const uint4 codes = *reinterpret_cast<const uint4*>(share + (i * kWarp + lane) * 16);
