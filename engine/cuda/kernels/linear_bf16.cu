@@ -6,8 +6,6 @@
 // from there. The rows of x come the same way, from L2: for a tile of many rows, more outputs keep that traffic at half
 // of the weights' or less. Trees of 2^n nodes and a root have 2^n + 1 rows: tiles end at 24, 40 and 72.
 
-#include <algorithm>
-
 #include "common/behind.h"
 #include "kernels/bf16_tile.h"
 #include "kernels/linear_bf16.h"
@@ -103,12 +101,12 @@ kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_
 }
 
 // Outputs of a block, at most kMostEven, where all multiprocessors have the same number of blocks, as nearly as it
-// goes, and one or two of them for each tile of rows; 0: that is too few. A short sum begins and ends behind those of
-// another block, a long one keeps a multiprocessor busy alone.
+// goes, and one or two of them for each tile of rows; 0: that is too few, or short sums would have nothing beside them
+// that covers their beginnings and ends.
 int even_outs(const LinearBf16Args& a, int tile_rows) {
   const int64_t tiles = ceil_div(a.rows, tile_rows), all = tiles * a.out;
-  const int64_t each = std::max<int64_t>(ceil_div(all, int64_t{kMultiprocessors} * kMostEven), a.in < kLongSum ? 2 : 1);
-  if (a.batch > 1 || each > 2 * tiles) return 0;
+  const int64_t each = ceil_div(all, int64_t{kMultiprocessors} * kMostEven);
+  if (a.batch > 1 || each > 2 * tiles || (each == 1 && a.in < kLongSum)) return 0;
   constexpr int kUnit = kBf16Outs / 2;
   return static_cast<int>(ceil_div(ceil_div(all, each * kMultiprocessors), kUnit)) * kUnit;
 }
@@ -135,8 +133,8 @@ kdtree_status launch_four_slices(const LinearBf16Args& a, int rows, bool few, cu
   if (rows <= 16) return launch<2, 2, 4, 2, 4>(a, rows, stream);
   if (rows <= 24) return launch<2, 3, 4, 2, 4>(a, rows, stream);
   if (rows <= 40)
-    return a.out < kVeryManyOutputs ? launch<4, 5, 4, 1, 8>(a, rows, stream) : launch<6, 5, 4, 1, 3>(a, rows, stream);
-  return launch<4, 9, 4, 1, 8>(a, rows, stream);
+    return a.out < kVeryManyOutputs ? launch<4, 5, 4, 1, 6>(a, rows, stream) : launch<6, 5, 4, 1, 3>(a, rows, stream);
+  return launch<4, 9, 4, 1, 5>(a, rows, stream);
 }
 
 }  // namespace
