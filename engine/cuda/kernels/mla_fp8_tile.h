@@ -1,7 +1,7 @@
 // Tiles of bf16 keys made of an fp8 cache (fp8_row.h). Each warp copies the codes of 64 channels of a tile's keys with
 // their scales to a place of its own, as they are, and from there makes the bf16 columns whose values it multiplies:
 // nobody else reads those after the scores, so it needs to wait for no other warp. Rope channels are bf16 already and
-// go into the tile at once.
+// go into the tile at once. mla_attention_fp8.md: what it costs, what was tried.
 #pragma once
 
 #include "kernels/fp8_row.h"
