@@ -17,7 +17,6 @@ constexpr int kMostSize = 1 << 30;
 constexpr int kMostOutputs = 65535 * kBf16Outs;  // the grid's second side
 constexpr int kMostTileRows = 9 * kBf16Rows;
 constexpr int kVeryManyOutputs = 16384;
-constexpr int kMostEven = 5 * kBf16Outs;
 constexpr int kLongSum = 4096;
 
 // Shared memory of a block: what every architecture has; on an H200 for two blocks a multiprocessor, and for one.
@@ -100,12 +99,13 @@ kdtree_status launch_eight_slices(const LinearBf16Args& a, int rows, cudaStream_
   return launch<1, 9, 8, 1, 4>(a, rows, stream);
 }
 
-// Outputs of a block, at most kMostEven, where all multiprocessors have the same number of blocks, as nearly as it
-// goes, and one or two of them for each tile of rows; 0: that is too few, or short sums would have nothing beside them
-// that covers their beginnings and ends.
+// Outputs of a block, at most 80, with many rows 64, where all multiprocessors have the same number of blocks, as
+// nearly as it goes, and one or two of them for each tile of rows; 0: that is too few, or short sums would have nothing
+// beside them that covers their beginnings and ends.
 int even_outs(const LinearBf16Args& a, int tile_rows) {
   const int64_t tiles = ceil_div(a.rows, tile_rows), all = tiles * a.out;
-  const int64_t each = ceil_div(all, int64_t{kMultiprocessors} * kMostEven);
+  const int most = (tile_rows <= 5 * kBf16Rows ? 5 : 4) * kBf16Outs;  // what registers have room for
+  const int64_t each = ceil_div(all, int64_t{kMultiprocessors} * most);
   if (a.batch > 1 || each > 2 * tiles || (each == 1 && a.in < kLongSum)) return 0;
   constexpr int kUnit = kBf16Outs / 2;
   return static_cast<int>(ceil_div(ceil_div(all, each * kMultiprocessors), kUnit)) * kUnit;
@@ -115,8 +115,10 @@ template <int kColumns>
 kdtree_status launch_even(const LinearBf16Args& a, int rows, int outs, cudaStream_t stream) {
   if (outs <= 2 * kBf16Outs) return launch<2, kColumns, 4, 1, 8>(a, rows, outs, stream);
   if (outs <= 3 * kBf16Outs) return launch<3, kColumns, 4, 1, 8>(a, rows, outs, stream);
-  if (outs <= 4 * kBf16Outs) return launch<4, kColumns, 4, 1, 8>(a, rows, outs, stream);
-  return launch<5, kColumns, 4, 1, 8>(a, rows, outs, stream);
+  if constexpr (kColumns <= 5) {
+    if (outs > 4 * kBf16Outs) return launch<5, kColumns, 4, 1, 8>(a, rows, outs, stream);
+  }
+  return launch<4, kColumns, 4, 1, 8>(a, rows, outs, stream);
 }
 
 kdtree_status launch_four_slices(const LinearBf16Args& a, int rows, bool few, cudaStream_t stream) {
