@@ -304,13 +304,17 @@ def test_arms_and_suites_leave_the_hashes_of_stored_builder_rows_as_they_are(mon
             if row["block"] == "builder":
                 stored.setdefault(row["case"], set()).add(row["case_hash"])
     suites = {
-        name: {case.id: case for case in cases.SUITES[name] if isinstance(case, Builder)} for name in cases.SUITES
+        name: {case.id: case for case in cases.SUITES[name] if isinstance(case, Builder | Logits)}
+        for name in cases.SUITES
     }
     assert suites["quick"].keys() <= stored.keys() <= {name for suite in suites.values() for name in suite}
     for name, hashes in stored.items():
         for case in {suite[name] for suite in suites.values() if name in suite}:
-            lp, ids = builders.load_lists(CHECKOUT / "datasets" / "golden", case)
-            assert hashes == {digest(case, lp.tobytes(), ids.tobytes())}, name
+            if isinstance(case, Logits):
+                given = [logits.make_logits(case).tobytes()]
+            else:
+                given = [array.tobytes() for array in builders.load_lists(CHECKOUT / "datasets" / "golden", case)]
+            assert hashes == {digest(case, *given)}, name
 
 
 def test_the_suite_of_trees_reaches_large_batches_and_names_no_case_twice():
