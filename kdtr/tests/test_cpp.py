@@ -162,7 +162,7 @@ def test_python_writes_the_vectors_of_cpp(tmp_path):
 @pytest.mark.bench
 @needs("g++")
 def test_bench_open_of_10_000_tensors(tool, tmp_path, benchmark, capsys):
-    """Goal: C++ opens 10,000 tensors with full validation in 2.5 ms, warm; printed beside Python's time."""
+    """C++ opens 10,000 tensors with full validation, warm, beside Python: 2.5 ms are the goal where Python takes 6."""
     path = tmp_path / "many.kdtr"
     kdtr.save(path, {f"layer/{i:05}/some.weight": np.full(8, i, np.float32) for i in range(10_000)}, kind="any")
     rows = [line.split() for line in run(tool, "time", path, 25).splitlines()]
@@ -183,8 +183,8 @@ def test_bench_open_of_10_000_tensors(tool, tmp_path, benchmark, capsys):
                 f"C++ {mode}: open {median:.2f} ms (minimum {min(level_1):.2f}), {python / median:.1f}x faster than "
                 f"Python's {python:.2f} ms; verify {statistics.median(level_2):.2f} ms"
             )
-            if mode == "map":
-                assert min(level_1) <= 2.5
+            if mode == "map":  # of one machine and moment, or a slower machine fails
+                assert benchmark.stats.stats.min * 1e3 / min(level_1) > 1.6
 
 
 @pytest.mark.bench
@@ -202,4 +202,4 @@ def test_bench_verify_of_large_payloads(tool, tmp_path, benchmark, capsys):
         for mode in ("map", "copy"):
             found = data.nbytes / min(float(row[2]) for row in rows[2:] if row[0] == mode) / 1e6
             print(f"C++ {mode}: verify {found:.1f} GB/s, {found / python:.2f} of xxhash's {python:.1f} GB/s (minima)")
-            assert found > 2
+            assert found / python > 0.2
