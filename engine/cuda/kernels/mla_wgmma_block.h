@@ -402,7 +402,11 @@ struct Multiplier {
         totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 2);
       }
       const int span = span_floor(leaf);
-      span >= item.begin&& span < leaf ? add(slot) : leave(slot);
+      const bool begun = span >= item.begin && span < leaf;
+      if (begun)
+        add(slot);
+      else
+        leave(slot);
       if (span < item.begin || next == span + span_keys(span)) ++slot;
       leaf = next;
       restart();
