@@ -16,6 +16,7 @@ from engine.abi import F32, F64, I32, MAX_DEPTH, Fields, Library
 
 STAGES = ("draft", "tree_build", "verify", "commit")  # kdtree_stage
 METHODS = ("ar", "chain", "ddtree")  # kdtree_method
+BUILDERS = ("gpu", "heap")  # kdtree_builder
 DRAFTERS = ("dflash", "oracle", "noisy", "replay")  # kdtree_drafter_kind
 GEMMS = ("row_invariant", "cublas")  # kdtree_gemm
 ATTENTIONS = ("exact", "mask")  # kdtree_attention
@@ -104,7 +105,7 @@ class RunArgs(ctypes.Structure):
         *_all(c_int32, "eager cost_count"),
         ("cost_rows", I32),
         ("cost_seconds", F64),
-        *_all(c_int32, "timed reserved"),
+        *_all(c_int32, "timed builder"),
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from engine import checkpoint, decode_abi
 from engine.abi import CACHES, Library, SizeError
 from engine.checkpoint import Random
-from engine.decode_abi import ATTENTION_KERNELS, ATTENTIONS, DTYPES, GEMMS, METHODS, PATHS, Handle
+from engine.decode_abi import ATTENTION_KERNELS, ATTENTIONS, BUILDERS, DTYPES, GEMMS, METHODS, PATHS, Handle
 from engine.generation import Generation
 from engine.request import Options, Prompt, Request
 from engine.run import Run
@@ -135,6 +135,7 @@ class Engine:
         graphs: bool = True,
         timed: bool = False,
         costs: Mapping[int, float] | None = None,
+        builder: str = BUILDERS[0],
         stream: int = 0,
     ) -> Run:
         """A run of at most max_requests requests, to be made round by round or stage by stage.
@@ -145,11 +146,12 @@ class Engine:
         take some 20 us longer on an H200. costs: {rows: seconds} that a round whose verify pass has so many rows, of
         all requests, was measured to take: a policy then chooses the budgets of rounds, at most the largest of the
         requests, so that the tokens that the drafter's probabilities promise come the fastest, see Round.prediction.
-        stream: handle of a CUDA stream. Raises EngineError, RequestError for a request that is refused, and while
-        another run is open.
+        builder: who builds the trees of "ddtree", "gpu" or "heap": the host's, inside every round, the same node for
+        node, which is what the GPU's is measured against. stream: handle of a CUDA stream. Raises EngineError,
+        RequestError for a request that is refused, and while another run is open.
         """
-        if method not in METHODS:
-            raise ValueError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+        _number("method", method, METHODS)
+        _number("builder", builder, BUILDERS)
         made = Run(
             self._decoder,
             self.vocab_size,
@@ -162,6 +164,7 @@ class Engine:
             graphs=graphs,
             timed=timed,
             costs=costs,
+            builder=builder,
             stream=stream,
         )
         self._run = weakref.ref(made)
@@ -178,6 +181,7 @@ class Engine:
         keep_logits: bool = ...,
         graphs: bool = ...,
         costs: Mapping[int, float] | None = ...,
+        builder: str = ...,
         **options: Unpack[Options],
     ) -> Generation: ...
 
@@ -192,6 +196,7 @@ class Engine:
         keep_logits: bool = ...,
         graphs: bool = ...,
         costs: Mapping[int, float] | None = ...,
+        builder: str = ...,
         **options: Unpack[Options],
     ) -> list[Generation]: ...
 
@@ -205,19 +210,26 @@ class Engine:
         keep_logits: bool = False,
         graphs: bool = True,
         costs: Mapping[int, float] | None = None,
+        builder: str = BUILDERS[0],
         **options: Unpack[Options],
     ) -> Any:
         """Decode one prompt (tokens [P]) to a Generation, or several, max_requests at most, to a list.
 
-        options: fields of Request, for all prompts; of several, some may be Requests of their own. graphs, costs: as
-        in `run`. on_tokens(request, tokens) is called after each round with what it gave. Raises EngineError;
-        RequestError for a request that is refused, before anything runs; DecodeError for one that failed, once the
-        others are done.
+        options: fields of Request, for all prompts; of several, some may be Requests of their own. graphs, costs,
+        builder: as in `run`. on_tokens(request, tokens) is called after each round with what it gave. Raises
+        EngineError; RequestError for a request that is refused, before anything runs; DecodeError for one that failed,
+        once the others are done.
         """
         single = _is_prompt(prompts)
         asked = [p if isinstance(p, Request) else Request(p, **options) for p in ([prompts] if single else prompts)]
         with self.run(
-            asked, method, keep_traces=keep_traces, keep_logits=keep_logits, graphs=graphs, costs=costs
+            asked,
+            method,
+            keep_traces=keep_traces,
+            keep_logits=keep_logits,
+            graphs=graphs,
+            costs=costs,
+            builder=builder,
         ) as run:
             _finish(run, on_tokens)
             done = [run.generation(r) for r in range(run.requests)]

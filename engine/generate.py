@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from engine import checkpoint
 from engine.abi import CACHES
-from engine.decode_abi import DTYPES, METHODS
+from engine.decode_abi import BUILDERS, DTYPES, METHODS
 from engine.engine import DEFAULT_BUDGET, Engine, Method
 from engine.generation import Generation
 from engine.run import DecodeError
@@ -30,6 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help=f"default: {TOKENIZER} beside the target")
     parser.add_argument("--method", choices=METHODS, help="default: ddtree, without a drafter ar")
     parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET, help="nodes of a tree (default: %(default)s)")
+    parser.add_argument(
+        "--builder",
+        choices=BUILDERS,
+        default=BUILDERS[0],
+        help="of the trees: heap is the host's (default: %(default)s)",
+    )
     parser.add_argument("--block-size", type=int, default=0, help="of the drafter (default: the trained one)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -69,6 +75,7 @@ def command(options: argparse.Namespace) -> int:
             made = engine.generate(
                 prompt,
                 method=method,
+                builder=options.builder,
                 max_new_tokens=options.max_new_tokens,
                 temperature=options.temperature,
                 top_k=options.top_k,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine import decode_abi
 from engine.abi import RequestError
-from engine.decode_abi import FINISHES, METHODS, STAGES, Handle
+from engine.decode_abi import BUILDERS, FINISHES, METHODS, STAGES, Handle
 from engine.generation import Generation, Lists, Prediction, Round, Trace, Tree
 from engine.request import Filled, Request
 
@@ -46,6 +46,7 @@ class Run:
         graphs: bool = True,
         timed: bool = False,
         costs: Mapping[int, float] | None = None,
+        builder: str = BUILDERS[0],
         stream: int = 0,
     ):
         """Makes the buffers; nothing is computed yet. Raises EngineError, RequestError if a request is refused."""
@@ -67,6 +68,7 @@ class Run:
             cost_rows=cost_rows.ctypes.data,
             cost_seconds=cost_seconds.ctypes.data,
             timed=timed,
+            builder=BUILDERS.index(builder),
         )
         self._decoder = decoder  # must outlive the run
         self._handle = Handle(decoder.library, "run", decoder.address, ctypes.byref(args))

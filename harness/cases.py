@@ -26,16 +26,18 @@ class Arm:
     """One way to decode. method: "ar", "chain" or "ddtree"; budget: non-root nodes of a tree, 0 for the others.
 
     costs: (rows, seconds of a round that verifies so many) for the engine's policy, which then chooses each round's
-    budget, that one at most.
+    budget, that one at most. heap: the engine's trees are built by the host's heap, in place of the GPU.
     """
 
     method: str
     budget: int = 0
     costs: tuple[tuple[int, float], ...] = ()
+    heap: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.method}-b{self.budget}" if self.method == "ddtree" else self.method
+        builder = "-heap" if self.heap else ""
+        return f"{self.method}{builder}-b{self.budget}" if self.method == "ddtree" else self.method
 
 
 AR, CHAIN = Arm("ar"), Arm("chain")
@@ -77,16 +79,17 @@ class Native(Decode):
     decoding, token for token, and that against one pass of the reference.
 
     prompts: as many whose output does not loop, if the set has them. policy: chooses the budgets of rounds, by costs
-    that are measured before.
+    that are measured before. heaps: budgets whose trees the host's heap builds once more, inside the same rounds.
     """
 
     prompts: int = 24
     budgets: tuple[int, ...] = (16, 32, 64, 128)
     max_new_tokens: int = 64
-    staged: tuple[str, ...] = ("ar", "chain", *(f"ddtree-b{budget}" for budget in BUDGETS))
+    staged: tuple[str, ...] = ("ar", "chain", *(f"ddtree{by}-b{budget}" for budget in BUDGETS for by in ("", "-heap")))
     dtype: str = "float32"
     graphs: bool = True
     policy: bool = False
+    heaps: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
@@ -95,6 +98,10 @@ class Native(Decode):
     @property
     def arms(self) -> tuple[str, ...]:
         return tuple(f"{GPU}-{arm.name}" for arm in self.decodings)
+
+    @property
+    def decodings(self) -> tuple[Arm, ...]:
+        return (*super().decodings, *(Arm("ddtree", budget, heap=True) for budget in self.heaps))
 
     @property
     def cost(self) -> float:
@@ -310,7 +317,7 @@ _QUICK: tuple[Case, ...] = (
 # The engine's speed on the GPU: every set in both number types, a longer block, single launches, the policy, and what N
 # rows cost.
 _ENGINE: tuple[Case, ...] = (
-    *(Native(name, dtype=dtype) for dtype in DTYPES for name in SETS),
+    *(Native(name, dtype=dtype, heaps=(64,)) for dtype in DTYPES for name in SETS),
     Native("heldout_code", 16, dtype="bfloat16"),
     *(Native("heldout_code", prompts=10, budgets=(64,), dtype=dtype, graphs=False) for dtype in DTYPES),
     Native("heldout_code", budgets=(64,), dtype="bfloat16", policy=True),

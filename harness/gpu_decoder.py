@@ -194,6 +194,7 @@ class EngineDecoder:
             graphs=self.launch == "graph",
             timed=timed,
             costs=dict(arm.costs),
+            builder="heap" if arm.heap else "gpu",
             stream=0 if self.stream is None else self.stream.ptr,
         )
 

@@ -121,11 +121,11 @@ class Measured:
 
 
 def method(row: Row) -> Literal["ar", "chain", "tree", "other"]:
-    """How a decoding row decodes, from the parts of its arm's name."""
+    """How a decoding row decodes, from the parts of its arm's name. Trees that the host's heap builds are "other"."""
     parts = row.arm.split("-")
     if "ar" in parts:
         return "ar"
-    return "chain" if "chain" in parts else "tree" if "ddtree" in parts else "other"
+    return "chain" if "chain" in parts else "tree" if "ddtree" in parts and "heap" not in parts else "other"
 
 
 def settings(row: Row) -> tuple[Scalar, str | None]:
@@ -134,9 +134,10 @@ def settings(row: Row) -> tuple[Scalar, str | None]:
 
 
 def arm_label(row: Row) -> str:
-    """Name of an arm for people: "AR", "chain", "tree 64"; of others the arm itself. The system stands in headings."""
+    """Name of an arm for people: "AR", "chain", "tree 64", "tree 64, host heap"; of others the arm itself. The
+    system stands in headings."""
     arm = row.arm.removeprefix("gpu-")
-    budget = re.fullmatch(r"ddtree-b(\d+)", arm)
+    budget = re.fullmatch(r"ddtree(-heap)?-b(\d+)", arm)
     names = {
         "ar": "AR",
         "heapq": "Python heapq",
@@ -144,7 +145,9 @@ def arm_label(row: Row) -> str:
         "sglang-heapq": "SGLang's heapq",
         "sglang-uno": "SGLang's UNO (GPU)",
     }
-    return names.get(arm, f"tree {budget[1]}" if budget else arm)
+    if budget is None:
+        return names.get(arm, arm)
+    return f"tree {budget[2]}{', host heap' if budget[1] else ''}"
 
 
 def builder_input(row: Row) -> str:

@@ -41,6 +41,7 @@ TYPES = {
 ENUMS = {
     "KDTREE_STAGE_": decode_abi.STAGES,
     "KDTREE_": decode_abi.METHODS,
+    "KDTREE_BUILDER_": decode_abi.BUILDERS,
     "KDTREE_DRAFT_": decode_abi.DRAFTERS,
     "KDTREE_GEMM_": decode_abi.GEMMS,
     "KDTREE_ATTENTION_": decode_abi.ATTENTIONS,

@@ -384,7 +384,7 @@ def test_a_caller_of_the_struct_of_a_run_before_it_had(end, world):
     """What stands behind its end is not read."""
     filled = Filled([Request(PROMPT, 3)], 0)
     old = decode_abi.RunArgs(
-        struct_size=getattr(decode_abi.RunArgs, end).offset, requests=1, request=filled.structs, timed=79, reserved=80
+        struct_size=getattr(decode_abi.RunArgs, end).offset, requests=1, request=filled.structs, timed=79, builder=80
     )
     if end == "eager":
         old.eager, old.cost_count = 77, 78

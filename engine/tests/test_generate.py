@@ -90,6 +90,11 @@ def test_the_method_follows_from_the_models_and_draws_from_the_options(world, ca
     )
     expected = world.plain(count=5, temperature=1.0, top_k=12, top_p=0.875, seed=3).tokens
     assert (status, out.split()) == (0, list(map(str, expected)))
+    heap = call(
+        *("--target", world.target_file, "--drafter", world.drafter_file, "--tokens", TOKENS, "--max-new-tokens", 5),
+        *("--budget", 64, "--temperature", 1.0, "--top-k", 12, "--top-p", 0.875, "--seed", 3, "--builder", "heap"),
+    )
+    assert heap[:2] == (0, out)
 
 
 def test_a_text_ends_with_the_tokens_of_the_config(world, call, tmp_path):

@@ -24,9 +24,11 @@ from harness.systems import Systems
 from reference.loop import Generation, Options, Round
 from reference.tests.models import random_weights
 
-CASES = tuple(Native("humaneval", 3, budgets=(3,), prompts=1, max_new_tokens=3, dtype=dtype) for dtype in DTYPES)
+CASES = tuple(
+    Native("humaneval", 3, budgets=(3,), heaps=(3,), prompts=1, max_new_tokens=3, dtype=dtype) for dtype in DTYPES
+)
 POLICY = Native("humaneval", 3, budgets=(7,), prompts=2, max_new_tokens=8, policy=True)
-ARMS = ("gpu-ar", "gpu-chain", "gpu-ddtree-b3")
+ARMS = ("gpu-ar", "gpu-chain", "gpu-ddtree-b3", "gpu-ddtree-heap-b3")
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +91,10 @@ def test_every_arm_is_held_against_the_engines_own_plain_decoding_in_its_type(li
     curve = {(row.params["dtype"], row.params["rows"]): row for row in rows if row.block == "curve"}
     assert list(curve) == [(dtype, n) for dtype in DTYPES for n in (1, 4)]
     assert all(row.status == "OK" for row in curve.values()), [row.reason for row in curve.values()]
-    assert "dtype bfloat16" in " ".join(said.split())
+    said = " ".join(said.split())
+    assert "dtype bfloat16" in said
+    assert "3, host heap" in said
+    assert "times as fast where the GPU builds the trees as where the host's C++ heap does." in said
     code, again = run(tmp_path, models, opened(library, Forbidden), "--resume")
     assert (code, again) == (0, rows)
 
@@ -158,13 +163,13 @@ def test_another_token_is_no_rounding(library, models, tmp_path):
     code, rows = run(tmp_path, models, opened(library, Wrong), "-k", "decode")
     assert code == 1
     bad = {(row.params["dtype"], row.arm): row for row in rows if row.status == "INVALID" and row.block == "decode"}
-    assert {key for key in bad if key[0] == "bfloat16"} == {("bfloat16", "gpu-ddtree-b3")}
+    assert {key for key in bad if key[0] == "bfloat16"} == {("bfloat16", arm) for arm in ARMS[2:]}
     assert "parity with one pass over the whole output" in str(bad["float32", "gpu-ar"].reason)
     assert {arm for dtype, arm in bad if dtype == "float32"} == set(ARMS)
 
 
 def test_arms_are_chosen_by_name_and_plain_decoding_comes_along(library, models, tmp_path):
-    code, rows = run(tmp_path, models, opened(library), "-k", "b3 and bfloat16")
+    code, rows = run(tmp_path, models, opened(library), "-k", "ddtree-b3 and bfloat16")
     assert code == 0
     assert [row.arm for row in rows if row.block == "decode"] == ["gpu-ar", "gpu-ddtree-b3"]
 
@@ -200,6 +205,23 @@ def test_without_graphs_a_case_is_another_one_and_its_runs_are_eager(library, mo
     assert given == [False, True, True, True]
 
 
+def test_the_heap_arm_takes_its_trees_from_the_heap(library, models, monkeypatch):
+    given: list[tuple[str, str]] = []
+    sound = Engine.run
+
+    def run(self: Engine, requests: Any, method: Any, *, builder: str, **options: Any) -> Any:
+        given.append((method, builder))
+        return sound(self, requests, method, builder=builder, **options)
+
+    monkeypatch.setattr(Engine, "run", run)
+    decoder = EngineDecoder(models, library, prefill_rows=6)
+    arms = Native("humaneval", budgets=(7,), heaps=(7,)).decodings
+    assert [arm.name for arm in arms] == ["ar", "chain", "ddtree-b7", "ddtree-heap-b7"]
+    made = [decoder.decode(arm, (1, 2), 3, {"max_new_tokens": 4}) for arm in arms]
+    assert given == [("ar", "gpu"), ("chain", "gpu"), ("ddtree", "gpu"), ("ddtree", "heap")]
+    assert len({each.tokens for each in made}) == 1
+
+
 def test_choices_that_differ_are_told_by_their_largest_margin():
     margins = (1.0, 0.2, 0.4, 3.0)
     assert parity.check_choices("x", [1, 2, 3, 4], [1, 2, 3, 4], margins, 0.5).difference is None
@@ -219,7 +241,7 @@ def test_choices_that_differ_are_told_by_their_largest_margin():
 def test_the_shipped_pair_on_the_gpu(tmp_path, monkeypatch):
     monkeypatch.undo()
     decodings = tuple(
-        Native("heldout_code", budgets=(16, 64), prompts=2, max_new_tokens=32, dtype=dtype, graphs=graphs)
+        Native("heldout_code", budgets=(16, 64), heaps=(64,), prompts=2, max_new_tokens=32, dtype=dtype, graphs=graphs)
         for dtype in DTYPES
         for graphs in (True, False)
     )

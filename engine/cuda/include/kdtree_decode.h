@@ -132,6 +132,10 @@ typedef struct kdtree_request {
   const float* list_lp;                        /* [M, L, K] */
 } kdtree_request;
 
+/* Who builds the trees. The heap's come from the host: in every round the lists are copied down, and the trees, the
+ * same node for node, are copied up. So rounds with either can be held against each other. */
+typedef enum kdtree_builder { KDTREE_BUILDER_GPU = 0, KDTREE_BUILDER_HEAP = 1 } kdtree_builder;
+
 typedef struct kdtree_run_args {
   uint32_t struct_size;
   int32_t method;                /* kdtree_method */
@@ -145,8 +149,8 @@ typedef struct kdtree_run_args {
   int32_t cost_count;       /* DDTree: a policy chooses the budgets of rounds, at most those of the requests; 0: none */
   const int32_t* cost_rows; /* [cost_count] ascending: rows of a verify pass, those of all requests */
   const double* cost_seconds; /* [cost_count] what a round with such a pass takes, as it was measured */
-  int32_t timed;    /* 1: rounds tell the seconds of their stages. A caller's struct may end in front of it: 0 */
-  int32_t reserved; /* 0 */
+  int32_t timed;   /* 1: rounds tell the seconds of their stages. A caller's struct may end in front of it: 0 */
+  int32_t builder; /* kdtree_builder; the heap is for DDTree alone */
 } kdtree_run_args;
 
 /* One run of an engine at a time. Makes the buffers; nothing is computed yet. */

@@ -14,7 +14,7 @@ constexpr int kRows = 256;  // steps in which cache rows are counted for graphs
 bool Shape::operator==(const Shape& other) const {
   const auto all = [](const Shape& s) {
     return std::tie(s.method, s.requests, s.depth, s.budget, s.width, s.stop_stride, s.longest, s.dflash, s.stand_ins,
-                    s.sampled, s.policy);
+                    s.sampled, s.policy, s.heap);
   };
   return all(*this) == all(other);
 }
@@ -31,35 +31,38 @@ Shape Shape::bucket(int most_budget, int capacity, int vocab) const {
   return made;
 }
 
-Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_) {
-  const int vocab = decoder->vocab_size();
+Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_), vocab(decoder->vocab_size()) {
   const size_t requests = static_cast<size_t>(shape.requests);
   const size_t n = static_cast<size_t>(shape.budget) + 1, l = static_cast<size_t>(shape.depth),
                k = static_cast<size_t>(shape.width);
   const size_t v = static_cast<size_t>(vocab), taps = decoder->feature_bytes();
   const size_t chunk = static_cast<size_t>(decoder->prompt_width());
   for (int32_t** array :
-       {&budgets,      &capacities,     &blocks,         &stop_counts, &full_finish, &uses_dflash,  &prompt_lengths,
-        &top_k,        &prefix,         &root,           &wanted,      &finish,      &depth_limits, &list_depths,
-        &tree_budgets, &context,        &rows_used,      &kept,        &observed,    &node_count,   &accepted,
-        &bonus,        &last_positions, &prompt_choices, &first_roots})
+       {&budgets,  &capacities, &blocks, &stop_counts,    &full_finish,    &uses_dflash, &prompt_lengths,
+        &top_k,    &wanted,     &finish, &depth_limits,   &context,        &rows_used,   &kept,
+        &observed, &accepted,   &bonus,  &last_positions, &prompt_choices, &first_roots})
     arena.plan(array, requests);
+  // What trees are made from, root..status, and the trees, status..paths, each in one piece for the host's heap. Where
+  // they end comes logz.
+  for (int32_t** array : {&root, &prefix, &list_depths, &tree_budgets}) arena.plan(array, requests);
+  arena.plan(&lp, requests * l * k);
+  arena.plan(&ids, requests * l * k);
+  arena.plan(&status, 3 * requests);
+  arena.plan(&node_count, requests);
+  for (int32_t** array : {&tokens, &parents, &depths, &ranks, &positions}) arena.plan(array, requests * n);
+  arena.plan(&scores, requests * n);
+  arena.plan(&visibility, requests * n * ((n + 31) / 32));
+  arena.plan(&paths, requests * n * (l + 1));
+  arena.plan(&logz, requests * l);
   arena.plan(&stop_tokens, requests * static_cast<size_t>(shape.stop_stride));
   arena.plan(&temperatures, requests);
   arena.plan(&top_p, requests);
   arena.plan(&seeds, requests);
   arena.plan(&stand_ins, requests);
-  arena.plan(&status, 3 * requests);
   arena.plan(&ends, 3 * requests);
   arena.plan(&draft_logits, requests * l * v);
-  arena.plan(&lp, requests * l * k);
-  arena.plan(&ids, requests * l * k);
-  arena.plan(&logz, requests * l);
-  for (int32_t** array : {&tokens, &parents, &depths, &ranks, &positions, &choices}) arena.plan(array, requests * n);
-  arena.plan(&paths, requests * n * (l + 1));
+  arena.plan(&choices, requests * n);
   arena.plan(&path, requests * (l + 1));
-  arena.plan(&visibility, requests * n * ((n + 31) / 32));
-  arena.plan(&scores, requests * n);
   arena.plan(&logits, requests * n * v);
   arena.plan(&features, requests * n * taps);
   arena.plan(&prompt_tokens, requests * chunk);
@@ -88,6 +91,7 @@ void Buffers::allocate() {
   const size_t requests = static_cast<size_t>(shape.requests), n = static_cast<size_t>(shape.budget) + 1;
   arena.allocate();
   require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_records), requests * sizeof(Record)), "cudaMallocHost");
+  if (shape.heap) heap = std::make_unique<HostHeap>(*this, vocab);
   if (shape.policy)
     require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_scores), requests * n * sizeof(double)),
                  "cudaMallocHost");

@@ -9,6 +9,7 @@
 #include "kernels/stand_in.h"
 #include "loop/budget_policy.h"
 #include "loop/control.h"
+#include "loop/host_heap.h"
 #include "loop/round_graph.h"
 #include "loop/stage_clock.h"
 #include "model/memory.h"
@@ -37,7 +38,7 @@ struct Shape {
   int depth, budget, width;  // L, B and K
   int stop_stride;           // most stop tokens of a request
   int longest;               // cache rows of the request that may use most
-  bool dflash, stand_ins, sampled, policy;
+  bool dflash, stand_ins, sampled, policy, heap;
 
   bool operator==(const Shape& other) const;
   // The next larger one that graphs are made for, so that few serve many: the widest tree and the cache rows in steps,
@@ -52,6 +53,7 @@ struct Buffers {
   void allocate();
 
   const Shape shape;
+  const int vocab;
   Arena arena;
   // Constant.
   int32_t *budgets, *capacities, *blocks, *stop_counts, *stop_tokens, *full_finish, *uses_dflash;
@@ -82,6 +84,7 @@ struct Buffers {
   Control control{};                  // of these arrays
   std::set<int> launched;             // budgets of which a round was, kernel by kernel
   std::unique_ptr<StageClock> clock;  // of rounds that are timed; its events are nodes of their graphs
+  std::unique_ptr<HostHeap> heap;     // of runs whose trees the host builds
   std::map<std::pair<int, int>, std::unique_ptr<RoundGraph>> graphs;  // of (stage or kind of round, budget)
 };
 

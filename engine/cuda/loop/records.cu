@@ -16,6 +16,7 @@ void Run::fetch() {
 
 int Run::collect() {
   require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  if (d_->heap != nullptr) d_->heap->check();
   std::copy(d_->host_records, d_->host_records + records_.size(), records_.begin());
   for (int r = 0; r < requests_; ++r) keep(r, records_[static_cast<size_t>(r)]);
   if (policy_ != nullptr) choose_budget();

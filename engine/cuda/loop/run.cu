@@ -133,6 +133,28 @@ void Run::build(Trace* trace) {
     topk.stream = stream_;
     require(kdtree_topk_logprob(&topk));
   }
+  if (d.heap != nullptr)
+    d.heap->launch(budget_, width_, stream_);
+  else
+    build_here();
+  if (trace == nullptr) return;
+  const int64_t lists = static_cast<int64_t>(requests_) * shape().depth,
+                nodes = static_cast<int64_t>(requests_) * (budget_ + 1);
+  trace->add("lists/ids", d.ids, lists, width_, width_, {requests_, shape().depth, width_}, stream_);
+  trace->add("lists/lp", d.lp, lists, width_, width_, {requests_, shape().depth, width_}, stream_);
+  trace->add("lists/logz", d.logz, lists, 1, 1, {requests_, shape().depth}, stream_);
+  trace->add("tree/node_count", d.node_count, requests_, 1, 1, {requests_}, stream_);
+  trace->add("tree/scores", d.scores, nodes, 1, 1, {requests_, budget_ + 1}, stream_);
+  for (const auto& [name, array] : {std::pair<const char*, const int32_t*>{"tree/tokens", d.tokens},
+                                    {"tree/parents", d.parents},
+                                    {"tree/depths", d.depths},
+                                    {"tree/ranks", d.ranks},
+                                    {"tree/positions", d.positions}})
+    trace->add(name, array, nodes, 1, 1, {requests_, budget_ + 1}, stream_);
+}
+
+void Run::build_here() {
+  const Buffers& d = *d_;
   kdtree_tree_build_args tree{};
   tree.struct_size = sizeof(tree);
   tree.requests = requests_;
@@ -161,20 +183,6 @@ void Run::build(Trace* trace) {
   tree.workspace_size = d.tree_bytes;
   tree.stream = stream_;
   require(kdtree_tree_build(&tree));
-  if (trace == nullptr) return;
-  const int64_t lists = static_cast<int64_t>(requests_) * shape().depth,
-                nodes = static_cast<int64_t>(requests_) * (budget_ + 1);
-  trace->add("lists/ids", d.ids, lists, width_, width_, {requests_, shape().depth, width_}, stream_);
-  trace->add("lists/lp", d.lp, lists, width_, width_, {requests_, shape().depth, width_}, stream_);
-  trace->add("lists/logz", d.logz, lists, 1, 1, {requests_, shape().depth}, stream_);
-  trace->add("tree/node_count", d.node_count, requests_, 1, 1, {requests_}, stream_);
-  trace->add("tree/scores", d.scores, nodes, 1, 1, {requests_, budget_ + 1}, stream_);
-  for (const auto& [name, array] : {std::pair<const char*, const int32_t*>{"tree/tokens", d.tokens},
-                                    {"tree/parents", d.parents},
-                                    {"tree/depths", d.depths},
-                                    {"tree/ranks", d.ranks},
-                                    {"tree/positions", d.positions}})
-    trace->add(name, array, nodes, 1, 1, {requests_, budget_ + 1}, stream_);
 }
 
 void Run::verify(Trace* trace) {

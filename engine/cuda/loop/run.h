@@ -55,6 +55,7 @@ class Run {
               int32_t* choices, unsigned char* workspace, size_t workspace_size);
   void draft(Trace* trace);
   void build(Trace* trace);
+  void build_here();  // the trees, on the device
   void verify(Trace* trace);
   void commit();
   void launch_stage(int stage, Trace* trace);

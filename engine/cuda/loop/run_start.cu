@@ -21,7 +21,8 @@ Run::Run(Decoder* decoder, const kdtree_run_args& args)
               .range("requests", args.requests, 1, decoder->args().max_requests)
               .range("eager", args.eager, 0, 1)
               .range("timed", args.timed, 0, 1)
-              .range("reserved", args.reserved, 0, 0)
+              .range("builder", args.builder, KDTREE_BUILDER_GPU,
+                     args.method == KDTREE_DDTREE ? KDTREE_BUILDER_HEAP : KDTREE_BUILDER_GPU)
               .range("cost_count", args.cost_count, 0, args.method == KDTREE_DDTREE ? INT32_MAX : 0)
               .array("cost_rows", args.cost_rows, alignof(int32_t), args.cost_count > 0)
               .array("cost_seconds", args.cost_seconds, alignof(double), args.cost_count > 0)
@@ -114,6 +115,7 @@ void Run::take_up(const kdtree_run_args& args) {
   capacities_.assign(capacities.begin(), capacities.end());
   shape.longest = *std::max_element(capacities_.begin(), capacities_.end());
 
+  shape.heap = args.builder == KDTREE_BUILDER_HEAP;
   shape.policy = args.cost_count > 0;
   if (shape.policy)
     policy_ = std::make_unique<BudgetPolicy>(
