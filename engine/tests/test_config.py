@@ -263,3 +263,14 @@ def test_both_spellings_of_a_drafter(library, tmp_path, changed):
             lists.append(trace.lists)
     for name in ("ids", "lp", "logz"):
         assert_array_equal(getattr(lists[0], name), getattr(lists[1], name))
+
+
+def test_more_heads_of_a_drafter_than_a_grid_has_places(library, tmp_path):
+    config = micro_drafter(num_hidden_layers=2, num_attention_heads=32768, num_key_value_heads=32768, head_dim=2)
+    raw = {key: value for key, value in config.to_dict().items() if key != "architectures"}
+    target = write_model(tmp_path / "target.kdtr", micro_target(), random_weights(micro_target()))
+    path = write(tmp_path / "drafter.kdtr", raw, {}, kind="drafter")
+    with pytest.raises(
+        abi.EngineError, match="num_key_value_heads of all layers are 65536, at most 65535 are possible"
+    ):
+        Engine.load(target, path, library=library)

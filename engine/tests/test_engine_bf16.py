@@ -7,6 +7,7 @@ reference's own emulation of bf16.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ FAST = {
     "v_head_dim": 8,
 }
 FAST_DRAFTER = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8, "num_target_layers": 2}
-MODELS = {
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "general": ({}, {}),
     "tensor_cores": (FAST, {**FAST_DRAFTER, "dflash_config": {"mask_token_id": 22, "target_layer_ids": [0]}}),
 }
@@ -50,16 +51,19 @@ def narrow_weights(config, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """(path that its kernels take, target, drafter)."""
-    folder = tmp_path_factory.mktemp("pair")
-    target, drafter = micro_target(**MODELS[request.param][0]), micro_drafter(**MODELS[request.param][1])
+def write_pair(folder: Path, target_sizes: dict[str, Any], drafter_sizes: dict[str, Any]) -> tuple[Path, Path]:
+    """A target and its drafter with weights that bf16 holds."""
+    target, drafter = micro_target(**target_sizes), micro_drafter(**drafter_sizes)
     return (
-        request.param,
         write_model(folder / "target.kdtr", target, narrow_weights(target)),
         write_model(folder / "drafter.kdtr", drafter, narrow_weights(drafter, 5)),
     )
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """(path that its kernels take, target, drafter)."""
+    return (request.param, *write_pair(tmp_path_factory.mktemp("pair"), *MODELS[request.param]))
 
 
 @pytest.fixture(scope="module")

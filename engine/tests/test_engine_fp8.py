@@ -11,8 +11,7 @@ from numpy.testing import assert_array_equal
 from engine import checkpoint, decode_abi
 from engine.abi import SizeError
 from engine.request import DFlash, NoisyOracle, Oracle, Request
-from engine.tests.decoding import micro_drafter, micro_target, write_model
-from engine.tests.test_engine_bf16 import MODELS, PROMPT, error, narrow_weights
+from engine.tests.test_engine_bf16 import MODELS, PROMPT, error, write_pair
 from reference.checkpoint import load_target
 from reference.fp8_row import ROW_BYTES, Fp8Cache
 
@@ -22,15 +21,9 @@ HEADS = {"mma": 16, "general": 2}  # of the attention that serves so many
 @pytest.fixture(scope="module", params=list(HEADS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """(kernel of its attention, target, drafter)."""
-    folder = tmp_path_factory.mktemp("pair")
-    target_sizes, drafter_sizes = MODELS["tensor_cores"]
-    target = micro_target(**{**target_sizes, "num_attention_heads": HEADS[request.param]})
-    drafter = micro_drafter(**drafter_sizes)
-    return (
-        request.param,
-        write_model(folder / "target.kdtr", target, narrow_weights(target)),
-        write_model(folder / "drafter.kdtr", drafter, narrow_weights(drafter, 5)),
-    )
+    target, drafter = MODELS["tensor_cores"]
+    heads = {"num_attention_heads": HEADS[request.param]}
+    return (request.param, *write_pair(tmp_path_factory.mktemp("pair"), {**target, **heads}, drafter))
 
 
 @pytest.fixture(scope="module")

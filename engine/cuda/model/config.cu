@@ -8,6 +8,8 @@
 namespace kdtree {
 namespace {
 
+constexpr int64_t kMostGridZ = 65535;
+
 using Shapes = std::map<std::string, std::vector<int64_t>>;
 
 std::set<std::string> words(const std::string& text) {
@@ -307,6 +309,10 @@ DrafterConfig DrafterConfig::read(const TensorMap& tensors) {
   if (c.head_dim % 2 != 0) config.fail("head_dim", "must be even");
   if (c.num_attention_heads % c.num_key_value_heads != 0)
     config.fail("num_attention_heads", "is no multiple of num_key_value_heads");
+  // One block of threads each, in a dimension of the grid that holds no more.
+  if (const int64_t heads = static_cast<int64_t>(c.num_hidden_layers) * c.num_key_value_heads; heads > kMostGridZ)
+    config.fail("num_key_value_heads", "of all layers are " + std::to_string(heads) + ", at most " +
+                                           std::to_string(kMostGridZ) + " are possible");
   if (c.mask_token_id >= c.vocab_size) config.fail("mask_token_id", "is outside the vocabulary");
   if (c.target_layer_ids.empty()) config.fail("target_layer_ids", "is empty");
   for (size_t i = 0; i < c.target_layer_ids.size(); ++i)
