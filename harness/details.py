@@ -243,7 +243,8 @@ def _curve(measured: Measured) -> Section:
     for heading, members in grouped(measured.block("curve"), measured, {*SHARED, "rows"}).items():
         notes, lines = Notes(), []
         more = any("experts_per_layer" in row.metrics for row in members)
-        extra = ("experts/layer", "% roofline") if more else ()
+        rest = any("around_s" in row.metrics for row in members)
+        extra = (*(("around it us",) if rest else ()), *(("experts/layer", "% roofline") if more else ()))
         headers = ("rows N", "ms", "T_verify(N)/T_AR [95 %]", *extra, "<equal", "<status")
         for row in members:
             explain(notes, row)
@@ -253,12 +254,18 @@ def _curve(measured: Measured) -> Section:
                         str(row.params.get("rows", arm_label(row))),
                         show_speed(row, median(row), 1e3),
                         cell(row, verify_cost(measured, row), show_interval),
+                        *([show_speed(row, metric(row, "around_s"), 1e6)] if rest else []),
                         *([cell(row, metric(row, "experts_per_layer")), _roofline(row)] if more else []),
                         equal(row),
                         status(row),
                     ),
                     mark(measured, row) if row.status != "OK" else "",
                 )
+            )
+        if rest:
+            notes.add(
+                "around it",
+                "the stages tree_build and commit: top-k, tree, accept, compaction and all control of the same rounds",
             )
         tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
     return Section("Cost of verifying N rows at once", tables=tuple(tables))

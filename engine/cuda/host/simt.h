@@ -279,6 +279,7 @@ inline void __threadfence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 #endif
 }
+inline void __threadfence_system() { __threadfence(); }
 
 // Integers and bits.
 inline int __popc(unsigned x) { return std::popcount(x); }

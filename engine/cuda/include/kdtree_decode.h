@@ -2,7 +2,7 @@
  *
  * C99. A model is named tensors on the host; an engine holds a target, perhaps a drafter, and the caches of its
  * requests on one device; a run decodes a batch of requests by one method. Everything is allocated when an engine or a
- * run is made: a round allocates nothing and waits for the device once, at its end.
+ * run is made: a round allocates nothing and waits for the device once, for the records of its commit.
  *
  * Behaviour is that of the NumPy package reference/: loop.py, drafter.py, model.py, dflash.py. An engine is used by one
  * thread at a time; several engines may live side by side.
@@ -215,8 +215,9 @@ typedef struct kdtree_round {
                         two events, on the host by its clock. Those of a timed round are nodes of its graph. Kernels
                         overlap inside a stage, but an event is recorded when all in front of it has ended, and what is
                         behind it starts only then: the stages add up to the round, which takes a little longer than an
-                        untimed one. In steps each stage holds the start of its own graph; where kernels are launched
-                        one by one, the waits for the host between them */
+                        untimed one. What the drafter takes of the committed rows, behind the commit, is drafting. In
+                        steps each stage holds the start of its own graph; where kernels are launched one by one, the
+                        waits for the host between them */
   double wall_seconds;
 } kdtree_round;
 /* Rounds first..first+count-1 of a request. */

@@ -38,9 +38,9 @@ Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_), vocab(d
   const size_t v = static_cast<size_t>(vocab), taps = decoder->feature_bytes();
   const size_t chunk = static_cast<size_t>(decoder->prompt_width());
   for (int32_t** array :
-       {&budgets,  &capacities, &blocks, &stop_counts,    &full_finish,    &uses_dflash, &prompt_lengths,
-        &top_k,    &wanted,     &finish, &depth_limits,   &context,        &rows_used,   &kept,
-        &observed, &accepted,   &bonus,  &last_positions, &prompt_choices, &first_roots})
+       {&budgets,       &capacities, &blocks,   &stop_counts,  &full_finish,    &uses_dflash,    &prompt_lengths,
+        &top_k,         &wanted,     &finish,   &depth_limits, &context,        &rows_used,      &observed,
+        &observed_from, &told,       &accepted, &bonus,        &last_positions, &prompt_choices, &first_roots})
     arena.plan(array, requests);
   // What trees are made from, root..status, and the trees, status..paths, each in one piece for the host's heap. Where
   // they end comes logz.
@@ -84,13 +84,12 @@ Buffers::Buffers(const Shape& shape_, Decoder* decoder) : shape(shape_), vocab(d
   arena.plan(&tree_workspace, tree_bytes);
   arena.plan(&choice_workspace, choice_bytes);
   arena.plan(&prompt_choice_workspace, prompt_choice_bytes);
-  arena.plan(&records, requests);
 }
 
 void Buffers::allocate() {
   const size_t requests = static_cast<size_t>(shape.requests), n = static_cast<size_t>(shape.budget) + 1;
   arena.allocate();
-  require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_records), requests * sizeof(Record)), "cudaMallocHost");
+  require_cuda(cudaMallocHost(reinterpret_cast<void**>(&records), requests * sizeof(Record)), "cudaMallocHost");
   if (shape.heap) heap = std::make_unique<HostHeap>(*this, vocab);
   if (shape.policy)
     require_cuda(cudaMallocHost(reinterpret_cast<void**>(&host_scores), requests * n * sizeof(double)),
@@ -100,6 +99,7 @@ void Buffers::allocate() {
                     shape.method,
                     shape.budget + 1,
                     shape.depth + 1,
+                    !shape.policy,  // which chooses the width first
                     shape.stop_stride,
                     budgets,
                     capacities,
@@ -112,14 +112,15 @@ void Buffers::allocate() {
                     root,
                     wanted,
                     finish,
+                    told,
                     status,
                     depth_limits,
                     list_depths,
                     tree_budgets,
                     context,
                     rows_used,
-                    kept,
                     observed,
+                    observed_from,
                     node_count,
                     tokens,
                     ranks,
@@ -130,7 +131,7 @@ void Buffers::allocate() {
 }
 
 Buffers::~Buffers() {
-  if (host_records != nullptr) (void)cudaFreeHost(host_records);
+  if (records != nullptr) (void)cudaFreeHost(records);
   if (host_scores != nullptr) (void)cudaFreeHost(host_scores);
 }
 

@@ -62,9 +62,9 @@ struct Buffers {
   uint64_t* seeds;
   StandIn* stand_ins;
   // State.
-  int32_t *prefix, *root, *wanted, *finish;
+  int32_t *prefix, *root, *wanted, *finish, *told;
   // Of a round.
-  int32_t *status, *depth_limits, *list_depths, *tree_budgets, *context, *rows_used, *kept, *observed;
+  int32_t *status, *depth_limits, *list_depths, *tree_budgets, *context, *rows_used, *observed, *observed_from;
   float *draft_logits, *lp, *logz;
   int32_t *ids, *node_count, *tokens, *parents, *depths, *ranks, *positions, *paths, *choices, *accepted, *path, *bonus;
   uint32_t* visibility;
@@ -73,9 +73,8 @@ struct Buffers {
   unsigned char* features;
   unsigned char *topk_workspace, *tree_workspace, *choice_workspace, *prompt_choice_workspace;
   size_t topk_bytes = 0, tree_bytes = 0, choice_bytes = 0, prompt_choice_bytes = 0;
-  Record* records;
-  Record* host_records = nullptr;  // pinned
-  double* host_scores = nullptr;   // pinned; for the policy
+  Record* records = nullptr;      // pinned
+  double* host_scores = nullptr;  // pinned; for the policy
   // Of a prompt pass.
   int32_t *prompt_tokens, *prompt_positions, *last_positions, *ends, *prompt_choices, *first_roots;
   float* prompt_logits;

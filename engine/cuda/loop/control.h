@@ -11,8 +11,10 @@ constexpr int kMostPath = KDTREE_MAX_DEPTH + 1;
 // Status of a request that has nothing to do in a round: no stage sets it, all carry it on.
 constexpr int kDone = 100;
 
-// What the host learns of a request at the end of a round.
+// What the host learns of a request when a round is committed: pinned memory, which the device writes and the host
+// looks at until `told` says that it is there.
 struct Record {
+  int32_t told;    // how often, the prompt's end included; written last
   int32_t finish;  // kdtree_finish
   int32_t status[3];
   int32_t ran;  // whether the round was this request's; the following are only then set
@@ -31,6 +33,7 @@ struct Control {
   int method;       // kdtree_method
   int width;        // N: rows of a block
   int path_stride;  // L + 1
+  bool plans;       // what ends a round, or the prompt, plans the next one; else plan_round does
   int stop_stride;
 
   // Of a request, constant.
@@ -40,32 +43,32 @@ struct Control {
   const int32_t* uses_dflash;
 
   // Of a request, from round to round.
-  int32_t *prefix, *root, *wanted, *finish;
+  int32_t *prefix, *root, *wanted, *finish, *told;
 
   // Of the round.
   int32_t* status;        // [R, 3]
   int32_t* depth_limits;  // deepest depth that may be drafted
   int32_t* list_depths;   // depths proposed for
   int32_t* tree_budgets;
-  int32_t* context;    // of DFlash: the context's length; -1: it has nothing to propose
-  int32_t* rows_used;  // of the verify pass: nodes, -1: none
-  int32_t* kept;       // nodes to commit; -1: none
-  int32_t* observed;   // the same for DFlash's features; -1: none
+  int32_t* context;        // of DFlash: the context's length; -1: it has nothing to propose
+  int32_t* rows_used;      // of the verify pass: nodes, -1: none
+  int32_t* observed;       // the same for DFlash's features; -1: none
+  int32_t* observed_from;  // the first of their positions
 
   // Outputs of the stages.
   const int32_t *node_count, *tokens, *ranks;  // [R], [R, N], [R, N]
   const int32_t *accepted, *path, *bonus;      // [R], [R, L+1], [R]
 
-  Record* records;
+  Record* records;  // on the host
 };
 
-// Before a round: limits, and the status kDone for requests that have finished.
+// Before a round, unless the end of the one before plans it: limits, and the status kDone for requests that have
+// finished.
 kdtree_status plan_round(const Control& control, cudaStream_t stream);
 // After tree_build: rows_used.
 kdtree_status plan_verify(const Control& control, cudaStream_t stream);
-// After tree_accept: the path ends with the first stop token on it.
-kdtree_status cut_path(const Control& control, cudaStream_t stream);
-// After all: outputs, the next root, what is finished, the records.
+// After all: how much of the accepted path is kept, what is output and finished, the next root, what the drafter
+// observes, the records, and the next round's plan.
 kdtree_status end_round(const Control& control, cudaStream_t stream);
 
 // One pass over prompts: rows begin..begin+width-1 of each. prompts [R, stride]. Fills tokens, positions [R, width],

@@ -3,6 +3,7 @@
 // builder saves is measured against it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <vector>
@@ -41,7 +42,7 @@ class HostHeap {
   std::map<int, Call> calls_;        // by budget; graphs hold their addresses
   std::vector<uint64_t> workspace_;
   std::vector<int32_t> status_;  // of the heap's requests
-  int refused_ = 0;              // kdtree_heap_tree_result
+  std::atomic<int> refused_{0};  // kdtree_heap_tree_result
 };
 
 }  // namespace kdtree

@@ -6,18 +6,34 @@
 
 namespace kdtree {
 
-void Run::fetch() {
-  const auto copy = [&](auto* to, const auto* from, size_t count) {
-    require_cuda(cudaMemcpyAsync(to, from, count * sizeof(*to), cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
-  };
-  copy(d_->host_records, d_->records, records_.size());
-  if (policy_ != nullptr) copy(d_->host_scores, d_->scores, records_.size() * rows_of_block());
+namespace {
+
+constexpr int kLooks = 1 << 12;  // between two questions to the stream whether something has gone wrong
+
+}  // namespace
+
+// Sooner than the stream's end by what the drafter does behind the commit; the next round is launched meanwhile.
+void Run::wait_until_told() {
+  ++told_;
+  for (size_t r = 0; r < records_.size(); ++r)
+    for (int look = 1; __atomic_load_n(&d_->records[r].told, __ATOMIC_ACQUIRE) != told_; ++look) {
+      if (look % kLooks != 0) continue;
+      const cudaError_t state = cudaStreamQuery(stream_);
+      if (state == cudaErrorNotReady) continue;
+      require_cuda(state, "cudaStreamQuery");
+      // All is done: it has been told between the look and the question, or never will be.
+      if (__atomic_load_n(&d_->records[r].told, __ATOMIC_ACQUIRE) != told_)
+        throw EngineFailure(KDTREE_CUDA, "a round came to its end without the records of request " + std::to_string(r));
+    }
 }
 
 int Run::collect() {
-  require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  wait_until_told();
+  // What is copied from the device beside the records is there at the stream's end.
+  if (policy_ != nullptr || keep_traces_ || keep_logits_)
+    require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   if (d_->heap != nullptr) d_->heap->check();
-  std::copy(d_->host_records, d_->host_records + records_.size(), records_.begin());
+  std::copy(d_->records, d_->records + records_.size(), records_.begin());
   for (int r = 0; r < requests_; ++r) keep(r, records_[static_cast<size_t>(r)]);
   if (policy_ != nullptr) choose_budget();
   return active();

@@ -83,7 +83,6 @@ void Run::prefill() {
   }
   require(end_prompt(control(), d.first_roots, d.prompt_lengths, stream_));
   prefilled_ = true;
-  fetch();
   collect();
 }
 
@@ -103,7 +102,7 @@ Rows Run::rows() const {
 
 void Run::draft(Trace* trace) {
   const Buffers& d = *d_;
-  require(plan_round(control(), stream_));
+  if (policy_ != nullptr) require(plan_round(control(), stream_));
   if (width_ == 0) return;
   if (shape().dflash) decoder_->drafter()->propose(d.root, d.context, d.draft_logits, requests_, stream_, trace);
   if (shape().stand_ins)
@@ -137,6 +136,7 @@ void Run::build(Trace* trace) {
     d.heap->launch(budget_, width_, stream_);
   else
     build_here();
+  require(plan_verify(control(), stream_));
   if (trace == nullptr) return;
   const int64_t lists = static_cast<int64_t>(requests_) * shape().depth,
                 nodes = static_cast<int64_t>(requests_) * (budget_ + 1);
@@ -187,7 +187,6 @@ void Run::build_here() {
 
 void Run::verify(Trace* trace) {
   const Buffers& d = *d_;
-  require(plan_verify(control(), stream_));
   TargetPass pass{};
   pass.rows = rows();
   pass.cache = decoder_->cache();
@@ -215,22 +214,31 @@ void Run::commit() {
   accept.bonus = d.bonus;
   accept.stream = stream_;
   require(kdtree_tree_accept(&accept));
-  require(cut_path(control(), stream_));
   kdtree_kv_compact_args compact{};
   compact.struct_size = sizeof(compact);
   compact.requests = requests_;
   compact.depth_limit = shape().depth;
   compact.cache = decoder_->cache();
   compact.prefix_lengths = d.prefix;
-  compact.accepted = d.kept;
+  compact.accepted = d.accepted;  // end_round may keep less
   compact.path = d.path;
   compact.before = compact.status = d.status;
   compact.stream = stream_;
   require(kdtree_kv_compact(&compact));
-  if (shape().dflash)
-    decoder_->drafter()->observe(d.features, budget_ + 1, d.path, shape().depth + 1, d.observed, d.prefix, requests_,
-                                 stream_);
   require(end_round(control(), stream_));
+  if (policy_ != nullptr)
+    require_cuda(
+        cudaMemcpyAsync(d.host_scores, d.scores, static_cast<size_t>(requests_) * rows_of_block() * sizeof(double),
+                        cudaMemcpyDeviceToHost, stream_),
+        "cudaMemcpyAsync");
+}
+
+// What the drafter takes of the rows that were committed. The host has the round's tokens by then.
+void Run::observe() {
+  const Buffers& d = *d_;
+  if (shape().dflash)
+    decoder_->drafter()->observe(d.features, budget_ + 1, d.path, shape().depth + 1, d.observed, d.observed_from,
+                                 requests_, stream_);
 }
 
 int Run::active() const {
@@ -250,9 +258,9 @@ int Run::round() {
   const auto launches = [this, clock] {
     for (const int stage : kStages) {
       if (clock != nullptr) clock->mark(stage, stream_);
-      launch_stage(stage, nullptr);
+      launch_stage(stage, nullptr, clock);
     }
-    if (clock != nullptr) clock->mark(kStageCount, stream_);
+    if (clock != nullptr && shape().dflash) clock->mark(kObserved, stream_);
   };
   if (const RoundGraph* graph = graph_of(clock != nullptr ? kTimedRound : kWholeRound, launches)) {
     graph->launch(stream_);
@@ -263,7 +271,7 @@ int Run::round() {
   }
   if (clock != nullptr) {
     require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-    for (const int stage : kStages) seconds_[stage] = clock->seconds(stage);
+    for (const int stage : kStages) read_clock(stage);
   }
   return collect();
 }
@@ -294,7 +302,14 @@ const RoundGraph* Run::graph_of(int stage, const std::function<void()>& launches
   return kept.get();
 }
 
-void Run::launch_stage(int stage, Trace* trace) {
+// Seconds of a stage that has come to its end. What the drafter takes of the committed rows is part of drafting.
+void Run::read_clock(int stage) {
+  seconds_[stage] = clock().seconds(stage);
+  if (stage == KDTREE_STAGE_COMMIT && shape().dflash) seconds_[KDTREE_STAGE_DRAFT] += clock().seconds(kCommitted);
+}
+
+// clock: gets the moment when a commit is done.
+void Run::launch_stage(int stage, Trace* trace, StageClock* clock) {
   if (stage == KDTREE_STAGE_DRAFT) {
     draft(trace);
   } else if (stage == KDTREE_STAGE_TREE_BUILD) {
@@ -303,7 +318,8 @@ void Run::launch_stage(int stage, Trace* trace) {
     verify(trace);
   } else {
     commit();
-    fetch();
+    if (clock != nullptr) clock->mark(kCommitted, stream_);
+    observe();
   }
 }
 
@@ -318,16 +334,19 @@ int Run::stage(int stage, Trace* trace) {
     std::fill(seconds_, seconds_ + kStageCount, 0.0);
     started_ = Clock::now();
   }
-  const auto launches = [this, stage, trace] { launch_stage(stage, trace); };
+  const auto launches = [this, stage, trace] { launch_stage(stage, trace, &clock()); };
   const RoundGraph* const graph = trace == nullptr ? graph_of(stage, launches) : nullptr;
   clock().mark(stage, stream_);
   if (graph != nullptr)
     graph->launch(stream_);
   else
     launches();
-  clock().mark(stage + 1, stream_);
+  if (stage != KDTREE_STAGE_COMMIT)
+    clock().mark(stage + 1, stream_);
+  else if (shape().dflash)
+    clock().mark(kObserved, stream_);
   require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  seconds_[stage] = clock().seconds(stage);
+  read_clock(stage);
   if (stage == KDTREE_STAGE_COMMIT) d_->launched.insert(budget_);
   next_stage_ = stage == KDTREE_STAGE_COMMIT ? static_cast<int>(KDTREE_STAGE_DRAFT) : stage + 1;
   return stage == KDTREE_STAGE_COMMIT ? collect() : active();

@@ -1,7 +1,7 @@
 // One run: a batch of requests decoded by one method, round by round. reference/loop.py
 //
 // A round is four stages on one stream - draft, tree_build, verify, commit - with grids that do not depend on what is
-// in it, so that a graph of it can be replayed; the host waits once, for the records at its end.
+// in it, so that a graph of it can be replayed; the host waits once, for the records of the commit.
 #pragma once
 
 #include <chrono>
@@ -58,11 +58,13 @@ class Run {
   void build_here();  // the trees, on the device
   void verify(Trace* trace);
   void commit();
-  void launch_stage(int stage, Trace* trace);
+  void observe();
+  void launch_stage(int stage, Trace* trace, StageClock* clock);
   StageClock& clock();
+  void read_clock(int stage);
   const RoundGraph* graph_of(int stage, const std::function<void()>& launches);
-  void fetch();   // the records of a round, once it has come to its end
-  int collect();  // waits for them
+  int collect();  // waits for the records of a round
+  void wait_until_told();
   void keep(int request, const Record& record);
   TraceRound trace_of(int request, const Record& record) const;
   int active() const;
@@ -88,6 +90,7 @@ class Run {
   int prompt_stride_ = 1;
   std::vector<Arena> stand_in_arenas_;
   std::vector<Record> records_;
+  int told_ = 0;  // how often the device has been asked for records
   std::vector<int> budgets_, capacities_;
   std::vector<Progress> progress_;
   double seconds_[kStageCount] = {};

@@ -126,6 +126,7 @@ void Run::take_up(const kdtree_run_args& args) {
   budget_ = shape.budget;
   width_ = shape.width;
   const Buffers& d = *d_;
+  std::fill(d.records, d.records + requests, Record{});
 
   std::vector<int32_t> prompts(requests * static_cast<size_t>(prompt_stride_)),
       stops(requests * static_cast<size_t>(shape.stop_stride));
