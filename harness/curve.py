@@ -81,7 +81,6 @@ def native_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     """The same of the engine: the verify stage of a first round with a tree of N-1 nodes, timed apart from the others.
 
     The trees are full ones of made-up lists. Choices are held against the reference's pass over the same tree.
-    around_s: the stages tree_build and commit of these rounds, with top-k, tree, accept, compaction and all control.
     """
     case = chosen.case
     assert isinstance(case, NativeCurve)
@@ -98,11 +97,6 @@ def native_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
     lists = {len(prompt): made_up_lists(BLOCK - 1, min(max(max(case.rows) - 1, 1), target.vocab_size))}
     options: Options = {"max_new_tokens": 2 * BLOCK}
     found: dict[str, Round] = {}
-    around: dict[str, list[float]] = {}
-
-    def keep(name: str, _: int, done: Round) -> None:
-        found[name] = done
-        around.setdefault(name, []).append(done.seconds["tree_build"] + done.seconds["commit"])
 
     def call(n: int) -> Callable[[], Round]:
         return lambda: decoder.first_round(Arm("ddtree", n - 1), prompt, BLOCK, options, lists)
@@ -115,7 +109,7 @@ def native_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
         clock=decoder.clock,
         launch=decoder.launch,
         reader=decoder.reader,
-        inspect=keep,
+        inspect=lambda name, _, done: found.update({name: done}),
         seconds=lambda done: float(done.seconds["verify"]),
     )
     for name, arm in arms.items():
@@ -136,7 +130,6 @@ def native_rows(bench: Bench, chosen: Chosen) -> Iterator[Row]:
             reason=why,
             params={"rows": n, "prefix": case.prefix, "system": decoder.name, "dtype": case.dtype},
             parity=parity,
-            metrics={"around_s": float(np.median(around[name]))} if name in around else {},
             timing=arm.timing,
         )
 

@@ -180,6 +180,15 @@ def _replay(measured: Measured) -> Section:
     return Section("Replay: acceptance given, not found", (text,), tuple(tables))
 
 
+def _tree_and_commit(row: Row) -> str:
+    """Microseconds of a round outside of the two models."""
+    stages, rounds = row.stages or {}, metric(row, "rounds").value
+    tree, commit = stages.get("tree_build"), stages.get("commit")
+    if not rounds or tree is None or commit is None:
+        return NONE
+    return show(Number((tree + commit) / rounds), 1e6)
+
+
 def _stages(measured: Measured) -> Section:
     rows = measured.block("stage")
     names = stage_names(rows)
@@ -190,13 +199,16 @@ def _stages(measured: Measured) -> Section:
             explain(notes, row)
             shares = stage_shares(row)
             cells = [f"{100 * shares[name]:.1f}" if name in shares else NONE for name in names]
+            cells.append(_tree_and_commit(row))
             lines.append(
                 Line(
-                    (dataset_of(row), arm_label(row), *(cells if row.status == "OK" else [status(row)] * len(names))),
+                    (dataset_of(row), arm_label(row), *(cells if row.status == "OK" else [status(row)] * len(cells))),
                     mark(measured, row) if row.status != "OK" else "",
                 )
             )
-        tables.append(Table(heading, columns("<dataset", "<decoding", *names), tuple(lines), notes.sentences()))
+        notes.add("own us", "what a round takes outside of the models: top-k, tree, accept, compaction, control")
+        headers = columns("<dataset", "<decoding", *names, "own us")
+        tables.append(Table(heading, headers, tuple(lines), notes.sentences()))
     return Section("Stage shares, % of the decode time", tables=tuple(tables))
 
 
@@ -243,8 +255,7 @@ def _curve(measured: Measured) -> Section:
     for heading, members in grouped(measured.block("curve"), measured, {*SHARED, "rows"}).items():
         notes, lines = Notes(), []
         more = any("experts_per_layer" in row.metrics for row in members)
-        rest = any("around_s" in row.metrics for row in members)
-        extra = (*(("around it us",) if rest else ()), *(("experts/layer", "% roofline") if more else ()))
+        extra = ("experts/layer", "% roofline") if more else ()
         headers = ("rows N", "ms", "T_verify(N)/T_AR [95 %]", *extra, "<equal", "<status")
         for row in members:
             explain(notes, row)
@@ -254,18 +265,12 @@ def _curve(measured: Measured) -> Section:
                         str(row.params.get("rows", arm_label(row))),
                         show_speed(row, median(row), 1e3),
                         cell(row, verify_cost(measured, row), show_interval),
-                        *([show_speed(row, metric(row, "around_s"), 1e6)] if rest else []),
                         *([cell(row, metric(row, "experts_per_layer")), _roofline(row)] if more else []),
                         equal(row),
                         status(row),
                     ),
                     mark(measured, row) if row.status != "OK" else "",
                 )
-            )
-        if rest:
-            notes.add(
-                "around it",
-                "the stages tree_build and commit: top-k, tree, accept, compaction and all control of the same rounds",
             )
         tables.append(Table(heading, columns(*headers), tuple(lines), notes.sentences()))
     return Section("Cost of verifying N rows at once", tables=tuple(tables))

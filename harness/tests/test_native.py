@@ -91,8 +91,6 @@ def test_every_arm_is_held_against_the_engines_own_plain_decoding_in_its_type(li
     curve = {(row.params["dtype"], row.params["rows"]): row for row in rows if row.block == "curve"}
     assert list(curve) == [(dtype, n) for dtype in DTYPES for n in (1, 4)]
     assert all(row.status == "OK" for row in curve.values()), [row.reason for row in curve.values()]
-    assert all((row.metrics["around_s"] or 0) > 0 for row in curve.values())
-    assert "around it us" in (tmp_path / "report.md").read_text()
     said = " ".join(said.split())
     assert "dtype bfloat16" in said
     assert "3, host heap" in said
