@@ -177,7 +177,7 @@ class HeapTreeArgs(ctypes.Structure):
 
     _fields_ = (
         ("struct_size", c_uint32),
-        *_all(c_int32, "requests depth_limit width budget vocab_size"),
+        *_all(c_int32, "requests depth_limit width budget vocab_size checked"),
         ("lp", F32),
         *_all(I32, "ids root_tokens prefix_lengths depth_limits budgets"),
         *_all(I32, "node_count tokens parents depths ranks"),

@@ -151,7 +151,8 @@ class Engine:
         RequestError for a request that is refused, and while another run is open.
         """
         _number("method", method, METHODS)
-        _number("builder", builder, BUILDERS)
+        if _number("builder", builder, BUILDERS) and method != "ddtree":
+            raise ValueError(f"builder {builder!r} is for method 'ddtree', not for {method!r}")
         made = Run(
             self._decoder,
             self.vocab_size,

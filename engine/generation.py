@@ -62,7 +62,7 @@ class Round:
     device by stage, empty unless the run is timed or the round was made in steps. In a timed round they are those
     inside its graph: they add up to the round, which takes a little longer than an untimed one, for kernels of two
     stages do not overlap there; in steps each has the start of its own launch. What the drafter takes of the committed
-    rows, behind the commit, is drafting. wall_seconds: on the host, until the commit has told it. prediction: the
+    rows, behind the commit, is drafting. wall_seconds: on the host, until it was told. prediction: the
     policy's, if one chose the budget."""
 
     prefix_length: int

@@ -331,6 +331,7 @@ class Ops(Owner):
         prefix_lengths: Any = None,
         depth_limits: Any = None,
         budgets: Any = None,
+        checked: bool = False,
         arrays: Collection[str] = Trees.OPTIONAL,
         out: Out = None,
     ) -> Plan[Trees]:
@@ -343,7 +344,7 @@ class Ops(Owner):
             "depth_limits": depth_limits,
             "budgets": budgets,
         }
-        call.sizes(vocab_size=vocab_size)
+        call.sizes(vocab_size=vocab_size, checked=int(checked))
         result = _tree(call, lp, ids, (requests, depth_limit, width), budget, own, None, arrays, out)
         return Plan("heap_tree", (call,), result)
 

@@ -108,7 +108,7 @@ def make(name: str, lp: NDArray[np.float32], ids: NDArray[np.int32], budget: int
         _, batch, depth_limit, width = lp.shape
         natives = [heap_tree.HeapTree(library, batch, depth_limit, width, budget, optional=False) for _ in lp]
         for native, *lists in zip(natives, lp, ids, strict=True):
-            native.give(*lists)
+            native.give(*lists, checked=True)  # as all others take them
 
         def build(number: int) -> Callable[[], list[Arrays]]:
             native = natives[number]

@@ -180,13 +180,13 @@ def _replay(measured: Measured) -> Section:
     return Section("Replay: acceptance given, not found", (text,), tuple(tables))
 
 
-def _tree_and_commit(row: Row) -> str:
+def _own_time(row: Row) -> str:
     """Microseconds of a round outside of the two models."""
-    stages, rounds = row.stages or {}, metric(row, "rounds").value
-    tree, commit = stages.get("tree_build"), stages.get("commit")
-    if not rounds or tree is None or commit is None:
+    rounds = metric(row, "rounds").value
+    seconds = [each for name, each in (row.stages or {}).items() if name not in ("draft", "verify", "other")]
+    if not rounds or not seconds or None in seconds:
         return NONE
-    return show(Number((tree + commit) / rounds), 1e6)
+    return show(Number(sum(each for each in seconds if each is not None) / rounds), 1e6)
 
 
 def _stages(measured: Measured) -> Section:
@@ -199,7 +199,7 @@ def _stages(measured: Measured) -> Section:
             explain(notes, row)
             shares = stage_shares(row)
             cells = [f"{100 * shares[name]:.1f}" if name in shares else NONE for name in names]
-            cells.append(_tree_and_commit(row))
+            cells.append(_own_time(row))
             lines.append(
                 Line(
                     (dataset_of(row), arm_label(row), *(cells if row.status == "OK" else [status(row)] * len(cells))),

@@ -49,7 +49,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
-        *((name, ctypes.c_int32) for name in ("requests", "depth_limit", "width", "budget", "vocab_size")),
+        *((name, ctypes.c_int32) for name in ("requests", "depth_limit", "width", "budget", "vocab_size", "checked")),
         *(
             (name, ctypes.c_void_p)
             for name in ("lp", "ids", "root_tokens", "prefix_lengths", "depth_limits", "budgets", *OUTPUTS, *OPTIONAL)
@@ -137,12 +137,16 @@ class HeapTree:
         ids: NDArray[np.int32],
         *,
         vocab_size: int = 0,
+        checked: bool = False,
         root_tokens: NDArray[np.int32] | None = None,
         prefix_lengths: NDArray[np.int32] | None = None,
         depth_limits: NDArray[np.int32] | None = None,
         budgets: NDArray[np.int32] | None = None,
     ) -> None:
-        """The input of the next calls: lp float32 and ids int32 [R, L, K], the others int32 [R]; not copied."""
+        """The input of the next calls: lp float32 and ids int32 [R, L, K], the others int32 [R]; not copied.
+
+        checked: the lists are known to be sound, and are not looked through again.
+        """
         given = {
             "lp": lp,
             "ids": ids,
@@ -164,7 +168,7 @@ class HeapTree:
                 )
             setattr(self._args, name, array.ctypes.data)
             self._given[name] = array
-        self._args.vocab_size = vocab_size
+        self._args.vocab_size, self._args.checked = vocab_size, checked
 
     def call(self) -> int:
         """Build all trees. Returns 0, or 1 if the lists of some requests were refused (see `refusals`)."""

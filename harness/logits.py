@@ -174,7 +174,7 @@ class _Arms:
             )
 
             def build(lp: NDArray[np.float32], ids: NDArray[np.int32]) -> list[Arrays]:
-                native.give(lp, ids)
+                native.give(lp, ids, checked=True)
                 if native.call():
                     raise native.refusals()[0]
                 source.back([native.arrays[array] for array in ("tokens", "positions", "parents", "visibility")])

@@ -214,12 +214,13 @@ def test_a_run_that_is_given_up_leaves_graph_and_engine_as_they_were(world):
             assert_equal(engine.generate([request], keep_logits=True, keep_traces=True)[0], expected)
 
 
-def test_stages_between_replayed_rounds(world, tmp_path):
+@pytest.mark.parametrize("method", ["ar", "chain", "ddtree"])
+def test_stages_between_replayed_rounds(world, tmp_path, method):
     """Steps are graphs of their own, on the same arrays; with a dump they are launched kernel by kernel."""
     request = Request(PROMPT, 20, 6)
     engine = world.engine()
-    expected = engine.generate([request], graphs=False, keep_logits=True, keep_traces=True)[0]
-    with engine.run([request], keep_logits=True, keep_traces=True) as run:
+    expected = engine.generate([request], method=method, graphs=False, keep_logits=True, keep_traces=True)[0]
+    with engine.run([request], method, keep_logits=True, keep_traces=True) as run:
         left, number, replayed = run.prefill(), 0, 0
         while left:
             if number % 3 == 1:
@@ -230,6 +231,20 @@ def test_stages_between_replayed_rounds(world, tmp_path):
             assert run.replayed - replayed in ((0,) if number % 3 == 1 else (0, 1) if number == 0 else (1,))
             number, replayed = number + 1, run.replayed
         assert_equal(run.generation(0), expected)
+
+
+@pytest.mark.parametrize("builder", ["gpu", "heap"])
+def test_rounds_are_launched_while_the_drafter_takes_the_rows_of_the_one_before(world, builder):
+    """Nothing else is kept that the host would wait for."""
+    requests = [Request(PROMPT, 40, 9), Request([7, 3], 31, 30), Request(range(9), 25, 4, **SAMPLED)]
+    engine = world.engine(max_requests=3, prefill_rows=48)
+    expected = engine.generate(requests, graphs=False, keep_traces=True)
+    for _ in range(8):
+        for ours, theirs in zip(engine.generate(requests, builder=builder), expected, strict=True):
+            assert ours.tokens == theirs.tokens
+            assert [(r.path, r.ranks, r.nodes) for r in ours.rounds] == [
+                (r.path, r.ranks, r.nodes) for r in theirs.rounds
+            ]
 
 
 def test_a_request_that_fails_while_another_goes_on(world):

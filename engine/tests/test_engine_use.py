@@ -17,7 +17,7 @@ from engine.decode_abi import STAGES, Handle
 from engine.engine import Engine
 from engine.request import DFlash, Filled, NoisyOracle, Oracle, Replay, Request
 from engine.run import DecodeError
-from engine.tests.decoding import PROMPT, VOCABULARY, assert_same, micro_target, noisy, write_model
+from engine.tests.decoding import PROMPT, VOCABULARY, World, assert_same, compare, micro_target, noisy, write_model
 from reference.checkpoint import load_target
 from reference.sampling import TargetRowError
 from reference.tests.models import random_weights
@@ -424,3 +424,51 @@ def test_one_prompt_or_several(world):
         assert [len(made), made[0].tokens] == [2, one.tokens]
     assert isinstance(engine, Engine)
     assert isinstance(Request(PROMPT, 1).drafter, DFlash)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["stages", "round"])
+def test_a_run_of_which_a_launch_failed_goes_on_with_nothing(whole, host_ops, tmp_path, monkeypatch):
+    """The device had committed the round by then, and the host had not been told: nobody knows where to go on. The host
+    library alone can be made to fail between two kernels."""
+    world = World(host_ops.library, tmp_path)
+    with world.new_engine() as engine:
+        with engine.run([Request(PROMPT, 20, 5)]) as run:
+            run.prefill()
+            before = run.tokens(0)
+            for stage in () if whole else STAGES[:-1]:
+                run.stage(stage)
+            monkeypatch.setenv("KDTREE_HOST_SHARED_MEMORY", "6400")
+            with pytest.raises(abi.EngineError, match="linear_tile_kernel"):
+                run.round() if whole else run.stage(STAGES[-1])
+            monkeypatch.delenv("KDTREE_HOST_SHARED_MEMORY")
+            for call in (run.round, lambda: run.stage("draft"), lambda: run.stage("commit")):
+                with pytest.raises(abi.EngineError, match=r"the run failed before|a round in steps|is next"):
+                    call()
+            assert run.tokens(0) == before
+        assert engine.generate(PROMPT, max_new_tokens=20, budget=5).tokens == world.plain().tokens[:20]
+
+
+@pytest.mark.parametrize("stop", [None, 29, 30, 31, 32])
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_the_longest_block_and_stop_tokens_on_its_last_places(method, stop, world):
+    """A path of 31 nodes behind the root: a lane of the warp that ends a round for each."""
+    tokens = world.plain(count=70).tokens
+    request = Request(PROMPT, 70, 40, drafter=Oracle(tokens, 32), stop_tokens=() if stop is None else (tokens[stop],))
+    made = compare(world, request, method, capacity=160, drafter=None, block_size=32)
+    assert made.finish_reason == ("length" if stop is None else "stop")
+    assert stop is not None or max(r.accepted for r in made.rounds) == 31
+
+
+@pytest.mark.parametrize("builder", ["gpu", "heap"])
+def test_blocks_of_one_token_and_trees_of_none(builder, world):
+    tokens = world.plain().tokens
+    for sizes, requests in (
+        (
+            {"drafter": None},
+            [Request(PROMPT, 6, 0, drafter=Oracle(tokens, 1)), Request(PROMPT, 5, 9, drafter=Oracle(tokens, 1))],
+        ),
+        ({}, [Request(PROMPT, 6, 0), Request(PROMPT, 5, 0)]),
+    ):
+        for costs in (None, {1: 1e-3, 9: 2e-3}):
+            made = world.engine(max_requests=2, **sizes).generate(requests, builder=builder, costs=costs)
+            assert [each.tokens for each in made] == [tokens[:6], tokens[:5]]

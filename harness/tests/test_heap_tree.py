@@ -99,6 +99,15 @@ def test_a_batch_with_sizes_of_its_own_equals_its_requests_alone(library):
         native.arrays["tokens"][:] = -7
 
 
+def test_sound_lists_need_no_check(library):
+    for _, lp, ids in random_lists(11, 40, 6, 12):
+        native = HeapTree(library, 1, lp.shape[0], lp.shape[1], 9)
+        native.status[:] = -7
+        native.give(np.ascontiguousarray(lp[None]), np.ascontiguousarray(ids[None]), checked=True)
+        assert (native.call(), native.status.tolist()) == (0, [[0, 0, 0]])
+        assert_same(native.tree(0), build_tree(lp, ids, 9).padded(9, len(lp)))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_bad_lists_are_refused_where_and_why_the_reference_refuses_them(library, seed):
     rng = np.random.default_rng(seed)
@@ -146,6 +155,7 @@ def test_a_call_that_does_not_fit_says_why_and_writes_nothing(library):
         ("struct_size", 8, "another version"),
         ("budget", 1025, "out of range"),
         ("requests", -1, "out of range"),
+        ("checked", 2, "out of range"),
         ("workspace_size", 10, "workspace"),
         ("tokens", None, "missing"),
     ):

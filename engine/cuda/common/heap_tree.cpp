@@ -194,7 +194,8 @@ T* block(T* array, size_t request, size_t size) {
 kdtree_heap_tree_result refuse(const kdtree_heap_tree_args* a) {
   if (a == nullptr) return KDTREE_HEAP_TREE_NO_POINTER;
   if (a->struct_size != sizeof(kdtree_heap_tree_args)) return KDTREE_HEAP_TREE_VERSION;
-  if (a->requests < 0 || a->vocab_size < 0 || !in_range(a->depth_limit, a->width, a->budget))
+  if (a->requests < 0 || a->vocab_size < 0 || a->checked < 0 || a->checked > 1 ||
+      !in_range(a->depth_limit, a->width, a->budget))
     return KDTREE_HEAP_TREE_BAD_SIZE;
   const bool lists = a->depth_limit > 0 && a->width > 0 && a->requests > 0;
   if ((lists && (a->lp == nullptr || a->ids == nullptr)) || a->workspace == nullptr) return KDTREE_HEAP_TREE_NO_POINTER;
@@ -244,7 +245,10 @@ extern "C" kdtree_heap_tree_result kdtree_heap_tree(const kdtree_heap_tree_args*
     out.scores[0] = 0.0;
 
     int32_t* status = a.status + 3 * r;
-    check(a, w, lp, ids, depth_limit, status);
+    if (a.checked != 0)
+      std::fill_n(status, 3, 0);
+    else
+      check(a, w, lp, ids, depth_limit, status);
     int32_t n = 0;
     if (status[0] == KDTREE_LIST_OK)
       n = build(a, w, lp, ids, depth_limit, budget, out);

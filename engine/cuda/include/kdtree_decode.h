@@ -166,6 +166,9 @@ KDTREE_API kdtree_status kdtree_run_prefill(kdtree_run* run);
  * of two. The first round of each shape is made kernel by kernel, and so are all where capturing fails: see
  * kdtree_run_replayed. There are no graphs in the host library, with KDTREE_GEMM_CUBLAS (its workspace is cuBLAS's
  * own), and where KDTREE_LAUNCH_BLOCKING=1 is set. Replayed kernels have the default priority, whatever the stream's.
+ *
+ * The call returns when the round is committed and told. What the drafter takes of it may still be on the stream, which
+ * must outlive the run; kdtree_run_destroy waits for it. A run of which a call failed goes on with none.
  */
 KDTREE_API kdtree_status kdtree_run_round(kdtree_run* run, int32_t* active);
 /* *rounds: how many of the run's were replayed as a whole. */

@@ -25,7 +25,7 @@ enum { KDTREE_HEAP_TREE_MAX_DEPTH = 31, KDTREE_HEAP_TREE_MAX_BUDGET = 1024, KDTR
 typedef enum kdtree_heap_tree_result {
   KDTREE_HEAP_TREE_OK = 0,
   KDTREE_HEAP_TREE_REFUSED = 1,    /* some requests have a status other than LIST_OK; all others are built */
-  KDTREE_HEAP_TREE_BAD_SIZE = 2,   /* a size is negative or too large; nothing was written */
+  KDTREE_HEAP_TREE_BAD_SIZE = 2,   /* a size is negative or too large, or `checked`; nothing was written */
   KDTREE_HEAP_TREE_NO_POINTER = 3, /* a required array is NULL; nothing was written */
   KDTREE_HEAP_TREE_WORKSPACE = 4,  /* the workspace is too small or not 8-aligned; nothing was written */
   KDTREE_HEAP_TREE_VERSION = 5     /* struct_size is that of another version of this header */
@@ -51,6 +51,7 @@ typedef struct kdtree_heap_tree_args {
   int32_t width;        /* K: columns of every list */
   int32_t budget;       /* B, 0..1024: non-root nodes at most; also the size of the output blocks */
   int32_t vocab_size;   /* ids must lie below it; 0: not known */
+  int32_t checked;      /* 1: the lists are known to be sound and need no check */
 
   const float* lp;               /* [R, L, K] log-probabilities, best first; -inf ends a row */
   const int32_t* ids;            /* [R, L, K] token ids */

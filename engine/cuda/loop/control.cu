@@ -49,7 +49,7 @@ __device__ void settle(const Control& c, int request, int finish, int prefix, in
   c.finish[request] = finish;
   c.prefix[request] = prefix;
   c.wanted[request] = wanted;
-  if (c.plans) plan(c, request, finish == KDTREE_RUNNING, prefix, wanted);
+  if (c.plans_next) plan(c, request, finish == KDTREE_RUNNING, prefix, wanted);
 }
 
 // Behind all that a thread has written into a record.
@@ -65,10 +65,10 @@ __global__ void end_round_kernel(Control c) {
   const int r = static_cast<int>(blockIdx.x), i = static_cast<int>(threadIdx.x);
   const int64_t row = static_cast<int64_t>(r) * c.width, own_path = static_cast<int64_t>(r) * c.path_stride;
   const Outcome outcome = carried_on(c.status, r);
-  const int before = c.finish[r], prefix = c.prefix[r], wanted = c.wanted[r], full = c.full_finish[r];
+  const int was = c.finish[r], prefix = c.prefix[r], wanted = c.wanted[r], full = c.full_finish[r];
   const int bonus = c.bonus[r], nodes = c.node_count[r], depth_limit = c.depth_limits[r];
   const int list_depths = c.list_depths[r], dflash = c.uses_dflash[r];
-  const bool runs = before == KDTREE_RUNNING, ran = runs && !outcome.failed();
+  const bool runs = was == KDTREE_RUNNING, ran = runs && !outcome.failed();
   const int accepted = ran ? c.accepted[r] : -1;
   const bool on_path = i <= accepted;
   const int node = on_path ? c.path[own_path + i] : 0;
@@ -106,7 +106,7 @@ __global__ void end_round_kernel(Control c) {
       settle(c, r, after, prefix + kept + 1, left);
     } else {
       if (runs) write_status(record.status, 0, outcome);
-      settle(c, r, runs ? static_cast<int>(KDTREE_FINISH_ERROR) : before, prefix, wanted);
+      settle(c, r, runs ? static_cast<int>(KDTREE_FINISH_ERROR) : was, prefix, wanted);
     }
   }
   __threadfence_system();  // of each lane, before the first one tells

@@ -33,7 +33,7 @@ struct Control {
   int method;       // kdtree_method
   int width;        // N: rows of a block
   int path_stride;  // L + 1
-  bool plans;       // what ends a round, or the prompt, plans the next one; else plan_round does
+  bool plans_next;  // what ends a round, or the prompt, plans the next one; else plan_round does
   int stop_stride;
 
   // Of a request, constant.
@@ -52,7 +52,7 @@ struct Control {
   int32_t* tree_budgets;
   int32_t* context;        // of DFlash: the context's length; -1: it has nothing to propose
   int32_t* rows_used;      // of the verify pass: nodes, -1: none
-  int32_t* observed;       // the same for DFlash's features; -1: none
+  int32_t* observed;       // committed nodes whose features DFlash takes, the root not counted; -1: none
   int32_t* observed_from;  // the first of their positions
 
   // Outputs of the stages.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 
 #include "kdtree_heap_tree.h"
 #include "loop/buffers.h"
@@ -16,37 +17,41 @@ size_t bytes_between(const int32_t* begin, const void* end) {
 HostHeap::HostHeap(const Buffers& buffers, int vocab)
     : d_(buffers),
       vocab_(vocab),
+      calls_(static_cast<size_t>(buffers.shape.budget) + 1),
       workspace_(
           ceil_div(kdtree_heap_tree_workspace(buffers.shape.depth, buffers.shape.width, buffers.shape.budget), 8)),
       status_(3 * static_cast<size_t>(buffers.shape.requests)) {
-  require_cuda(cudaMallocHost(reinterpret_cast<void**>(&memory_), bytes_between(d_.root, d_.logz)), "cudaMallocHost");
+  const size_t bytes = bytes_between(d_.root, d_.logz);
+  require_cuda(cudaMallocHost(reinterpret_cast<void**>(&memory_), bytes), "cudaMallocHost");
+  std::memset(memory_, 0, bytes);
 }
 
 HostHeap::~HostHeap() { (void)cudaFreeHost(memory_); }
 
 template <typename T>
-T* HostHeap::here(T* array) const {
+T* HostHeap::mirror(T* array) const {
   return reinterpret_cast<T*>(memory_ + bytes_between(d_.root, array));
 }
 
 void HostHeap::launch(int budget, int width, cudaStream_t stream) {
-  Call& call = calls_.insert({budget, {this, budget, width}}).first->second;
+  Call& call = calls_.at(static_cast<size_t>(budget));
+  call = {this, budget, width};
   const size_t lists = bytes_between(d_.root, d_.status + status_.size());
   require_cuda(cudaMemcpyAsync(memory_, d_.root, lists, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
   require_cuda(cudaLaunchHostFunc(stream, run, &call), "cudaLaunchHostFunc");
   require_cuda(
-      cudaMemcpyAsync(d_.status, here(d_.status), bytes_between(d_.status, d_.logz), cudaMemcpyHostToDevice, stream),
+      cudaMemcpyAsync(d_.status, mirror(d_.status), bytes_between(d_.status, d_.logz), cudaMemcpyHostToDevice, stream),
       "cudaMemcpyAsync");
 }
 
-void HostHeap::run(void* call) {
+void HostHeap::run(void* call) noexcept {
   const Call& c = *static_cast<const Call*>(call);
   c.heap->build(c.budget, c.width);
 }
 
 void HostHeap::build(int budget, int width) {
   const int requests = d_.shape.requests;
-  int32_t *const depths = here(d_.list_depths), *const status = here(d_.status);
+  int32_t *const depths = mirror(d_.list_depths), *const status = mirror(d_.status);
   for (int r = 0; r < requests; ++r)
     if (status[3 * r] != KDTREE_REQUEST_OK) depths[r] = 0;  // the root alone; its lists say nothing
 
@@ -57,35 +62,31 @@ void HostHeap::build(int budget, int width) {
   tree.width = width;
   tree.budget = budget;
   tree.vocab_size = vocab_;
-  tree.lp = here(d_.lp);
-  tree.ids = here(d_.ids);
-  tree.root_tokens = here(d_.root);
-  tree.prefix_lengths = here(d_.prefix);
+  tree.checked = 1;
+  tree.lp = mirror(d_.lp);
+  tree.ids = mirror(d_.ids);
+  tree.root_tokens = mirror(d_.root);
+  tree.prefix_lengths = mirror(d_.prefix);
   tree.depth_limits = depths;
-  tree.budgets = here(d_.tree_budgets);
-  tree.node_count = here(d_.node_count);
-  tree.tokens = here(d_.tokens);
-  tree.parents = here(d_.parents);
-  tree.depths = here(d_.depths);
-  tree.ranks = here(d_.ranks);
-  tree.scores = here(d_.scores);
-  tree.positions = here(d_.positions);
-  tree.visibility = here(d_.visibility);
-  tree.paths = here(d_.paths);
+  tree.budgets = mirror(d_.tree_budgets);
+  tree.node_count = mirror(d_.node_count);
+  tree.tokens = mirror(d_.tokens);
+  tree.parents = mirror(d_.parents);
+  tree.depths = mirror(d_.depths);
+  tree.ranks = mirror(d_.ranks);
+  tree.scores = mirror(d_.scores);
+  tree.positions = mirror(d_.positions);
+  tree.visibility = mirror(d_.visibility);
+  tree.paths = mirror(d_.paths);
   tree.status = status_.data();
   tree.workspace = workspace_.data();
   tree.workspace_size = workspace_.size() * sizeof(uint64_t);
   const kdtree_heap_tree_result result = kdtree_heap_tree(&tree);
-  if (result != KDTREE_HEAP_TREE_OK && result != KDTREE_HEAP_TREE_REFUSED) refused_ = result;
-  // Both number what is wrong with a list alike.
-  for (int r = 0; r < requests; ++r)
-    if (status[3 * r] == KDTREE_REQUEST_OK) std::copy_n(status_.begin() + 3 * r, 3, status + 3 * r);
-}
-
-void HostHeap::check() const {
-  if (refused_ != 0)
-    throw EngineFailure(KDTREE_SIZE,
-                        "the host's tree builder refused a round: kdtree_heap_tree_result " + std::to_string(refused_));
+  if (result == KDTREE_HEAP_TREE_OK) return;  // sound lists: no request has another status than it came with
+  for (int r = 0; r < requests; ++r) {
+    tree.node_count[r] = 0;
+    if (status[3 * r] == KDTREE_REQUEST_OK) status[3 * r] = KDTREE_REQUEST_OWN_SIZE;
+  }
 }
 
 }  // namespace kdtree

@@ -3,9 +3,7 @@
 // builder saves is measured against it.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <map>
 #include <vector>
 
 #include "common/port.h"
@@ -21,28 +19,26 @@ class HostHeap {
   HostHeap(const HostHeap&) = delete;
   ~HostHeap();
 
-  // In place of kdtree_tree_build: trees of at most `budget` nodes from lists `width` wide.
+  // In place of kdtree_tree_build, of checked lists: trees of at most `budget` nodes from lists `width` wide.
   void launch(int budget, int width, cudaStream_t stream);
-  void check() const;  // throws EngineFailure where the heap took no lists at all; once the stream has been waited for
 
  private:
   struct Call {
     HostHeap* heap;
     int budget, width;
   };
-  static void run(void* call);
+  static void run(void* call) noexcept;
   void build(int budget, int width);
   // Where the host has what lies in an array of the device.
   template <typename T>
-  T* here(T* array) const;
+  T* mirror(T* array) const;
 
   const Buffers& d_;
   const int vocab_;
   unsigned char* memory_ = nullptr;  // pinned
-  std::map<int, Call> calls_;        // by budget; graphs hold their addresses
+  std::vector<Call> calls_;          // by budget; graphs hold their addresses
   std::vector<uint64_t> workspace_;
   std::vector<int32_t> status_;  // of the heap's requests
-  std::atomic<int> refused_{0};  // kdtree_heap_tree_result
 };
 
 }  // namespace kdtree

@@ -1,6 +1,7 @@
 // What the host learns of a round: records, and if asked for the lists, the tree and the logits.
 
 #include <algorithm>
+#include <thread>
 
 #include "loop/run.h"
 
@@ -15,24 +16,29 @@ constexpr int kLooks = 1 << 12;  // between two questions to the stream whether 
 // Sooner than the stream's end by what the drafter does behind the commit; the next round is launched meanwhile.
 void Run::wait_until_told() {
   ++told_;
+  const auto told = [&](size_t request) {
+    return __atomic_load_n(&d_->records[request].told, __ATOMIC_ACQUIRE) == told_;
+  };
   for (size_t r = 0; r < records_.size(); ++r)
-    for (int look = 1; __atomic_load_n(&d_->records[r].told, __ATOMIC_ACQUIRE) != told_; ++look) {
+    for (int look = 1; !told(r); ++look) {
       if (look % kLooks != 0) continue;
       const cudaError_t state = cudaStreamQuery(stream_);
-      if (state == cudaErrorNotReady) continue;
+      if (state == cudaErrorNotReady) {
+        std::this_thread::yield();
+        continue;
+      }
       require_cuda(state, "cudaStreamQuery");
       // All is done: it has been told between the look and the question, or never will be.
-      if (__atomic_load_n(&d_->records[r].told, __ATOMIC_ACQUIRE) != told_)
-        throw EngineFailure(KDTREE_CUDA, "a round came to its end without the records of request " + std::to_string(r));
+      if (!told(r))
+        throw EngineFailure(KDTREE_CUDA, "the stream came to its end without what request " + std::to_string(r) +
+                                             " was told for the " + std::to_string(told_) + ". time");
     }
 }
 
 int Run::collect() {
   wait_until_told();
   // What is copied from the device beside the records is there at the stream's end.
-  if (policy_ != nullptr || keep_traces_ || keep_logits_)
-    require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-  if (d_->heap != nullptr) d_->heap->check();
+  if (keep_traces_ || keep_logits_) require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   std::copy(d_->records, d_->records + records_.size(), records_.begin());
   for (int r = 0; r < requests_; ++r) keep(r, records_[static_cast<size_t>(r)]);
   if (policy_ != nullptr) choose_budget();

@@ -8,6 +8,20 @@ namespace {
 constexpr int kWholeRound = -1, kTimedRound = -2;  // graphs beside those of single stages
 constexpr int kStages[] = {KDTREE_STAGE_DRAFT, KDTREE_STAGE_TREE_BUILD, KDTREE_STAGE_VERIFY, KDTREE_STAGE_COMMIT};
 
+// A piece of a run's work, which is done or breaks the run: where a launch fails, nobody knows how far the device came.
+class Whole {
+ public:
+  Whole(const char* call, bool* broken) : broken_(broken) {
+    if (*broken)
+      throw EngineFailure(KDTREE_SIZE, std::string(call) + ": the run failed before, nothing goes on from there");
+    *broken = true;
+  }
+  void done() { *broken_ = false; }
+
+ private:
+  bool* broken_;
+};
+
 // Puts a stream back.
 struct StreamOf {
   explicit StreamOf(cudaStream_t* place) : place(place), before(*place) {}
@@ -47,6 +61,7 @@ void Run::choose(const float* logits, int rows, const int32_t* node_count, const
 
 void Run::prefill() {
   if (prefilled_) throw EngineFailure(KDTREE_SIZE, "kdtree_run_prefill: the prompts were read already");
+  Whole work("kdtree_run_prefill", &broken_);
   const OnDevice here(decoder_->args().device);
   Buffers& d = *d_;
   const int chunk = decoder_->prompt_width();
@@ -82,8 +97,10 @@ void Run::prefill() {
     }
   }
   require(end_prompt(control(), d.first_roots, d.prompt_lengths, stream_));
-  prefilled_ = true;
+  require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   collect();
+  prefilled_ = true;
+  work.done();
 }
 
 // The arrays of a round have its size, whatever the most is that they have room for.
@@ -225,12 +242,12 @@ void Run::commit() {
   compact.before = compact.status = d.status;
   compact.stream = stream_;
   require(kdtree_kv_compact(&compact));
-  require(end_round(control(), stream_));
   if (policy_ != nullptr)
     require_cuda(
         cudaMemcpyAsync(d.host_scores, d.scores, static_cast<size_t>(requests_) * rows_of_block() * sizeof(double),
                         cudaMemcpyDeviceToHost, stream_),
         "cudaMemcpyAsync");
+  require(end_round(control(), stream_));
 }
 
 // What the drafter takes of the rows that were committed. The host has the round's tokens by then.
@@ -251,6 +268,7 @@ int Run::round() {
   if (next_stage_ != KDTREE_STAGE_DRAFT)
     throw EngineFailure(KDTREE_SIZE, "kdtree_run_round: a round in steps is not at its end");
   if (active() == 0) return 0;
+  Whole work("kdtree_run_round", &broken_);
   const OnDevice here(decoder_->args().device);
   std::fill(seconds_, seconds_ + kStageCount, 0.0);
   started_ = Clock::now();
@@ -273,7 +291,9 @@ int Run::round() {
     require_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
     for (const int stage : kStages) read_clock(stage);
   }
-  return collect();
+  const int left = collect();
+  work.done();
+  return left;
 }
 
 StageClock& Run::clock() {
@@ -329,6 +349,7 @@ int Run::stage(int stage, Trace* trace) {
     throw EngineFailure(KDTREE_SIZE, "kdtree_run_stage: stage " + std::to_string(stage) + " asked for, " +
                                          std::to_string(next_stage_) + " is next");
   if (active() == 0) return 0;
+  Whole work("kdtree_run_stage", &broken_);
   const OnDevice here(decoder_->args().device);
   if (stage == KDTREE_STAGE_DRAFT) {
     std::fill(seconds_, seconds_ + kStageCount, 0.0);
@@ -349,7 +370,9 @@ int Run::stage(int stage, Trace* trace) {
   read_clock(stage);
   if (stage == KDTREE_STAGE_COMMIT) d_->launched.insert(budget_);
   next_stage_ = stage == KDTREE_STAGE_COMMIT ? static_cast<int>(KDTREE_STAGE_DRAFT) : stage + 1;
-  return stage == KDTREE_STAGE_COMMIT ? collect() : active();
+  const int left = stage == KDTREE_STAGE_COMMIT ? collect() : active();
+  work.done();
+  return left;
 }
 
 }  // namespace kdtree

@@ -79,6 +79,7 @@ class Run {
   int method_, requests_, vocab_;
   bool keep_traces_, keep_logits_, timed_, replays_;
   bool prefilled_ = false;
+  bool broken_ = false;  // by what failed on the way
   int replayed_ = 0;
   int budget_ = 0, width_ = 0;  // B and K of the round
   std::unique_ptr<BudgetPolicy> policy_;
