@@ -34,26 +34,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     mla_wgmma_kernel(const MlaAttentionBf16Args a, const Plan plan, const __grid_constant__ CUtensorMap map) {
 #ifdef KDTREE_HAS_WGMMA
   KDTREE_DYNAMIC_SHARED(raw);
-  const Item item(a, plan, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
-  if (item.pairs() == 0) return;  // which lets the next kernel start, too
   unsigned char* const aligned = raw + (1024 - shared_address(raw) % 1024) % 1024;
   Block block;
   block.query = shared_address(aligned);
   block.tiles = block.query + kTileBytes;
   block.shared = reinterpret_cast<Shared*>(aligned + 3 * kTileBytes);
-  let_next_start();
   if (threadIdx.x == 0) {
     if (plan.boxes > 0) prefetch_map(&map);
-    KDTREE_UNROLL
-    for (int which = 0; which < 2; ++which) {
-      KDTREE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        barrier_init(block.full(which, half), 1);
-        barrier_init(block.empty(which, half), which == 1 && half == 1 ? 8 : 4);  // warps that look at it last
-      }
-    }
-    publish_barriers();
+    block.init_barriers();
   }
+  start_behind();
+  const Item item(a, plan, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
+  if (item.pairs() == 0) return;
   __syncthreads();
   const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);  // the same, as the compiler sees
   if (group == 2) {
@@ -71,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-constexpr int kJoinWarps = 2;
+constexpr int kJoinWarps = 2, kMostAtOnce = 8;
 
 // Two rows of a node, 8 apart, and two columns in each of some pieces.
 template <int kPieces>
@@ -103,7 +95,7 @@ struct Listed {
 };
 
 // Grid: groups of the slice; halves, warps and pieces of a node. Adds up the nodes of a group's rows as one block would
-// have added their leaves. A warp takes kPieces pieces: one, so that there are many warps, or four, so that the states
+// have added their leaves. A warp takes kPieces pieces: few, so that there are many warps, or more, so that the states
 // are read less often.
 template <int kPieces>
 __global__ void __launch_bounds__(kJoinWarps* kWarp)
@@ -111,7 +103,7 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
 #ifdef KDTREE_HAS_WGMMA
   KDTREE_DYNAMIC_SHARED(raw);
   __shared__ int total;
-  constexpr int kAtOnce = kPieces == 1 ? 8 : 3;  // nodes that are on their way from memory together
+  constexpr int kAtOnce = kPieces <= 2 ? kMostAtOnce : 3;  // nodes that are on their way from memory together
   using Sums = Sums<kPieces>;
   Listed* const nodes = reinterpret_cast<Listed*>(raw);
   const int local = static_cast<int>(blockIdx.x), group = plan.first + local, request = group / plan.groups;
@@ -146,18 +138,18 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
       }
       const int all = __shfl_sync(kAllLanes, before, kWarp - 1);
       int to = count + before - own;
-      const int number = local * plan.items() + (tail ? plan.parts + node % max(plan.tails, 1) : item);
-      for (int at = begin, slot = 0; at < stop; at = node_end(at, begin, stop), ++slot)
-        nodes[to++] = {number * plan.slots + slot, at == span_floor(at)};
+      int slot = local * plan.nodes() +
+                 (tail ? plan.first_tail_node(node % max(plan.tails, 1)) : plan.first_node(item, begin));
+      for (int at = begin; at < stop; at = node_end(at, begin, stop)) nodes[to++] = {slot++, at == span_floor(at)};
       count += all;
     }
     if (threadIdx.x == 0) total = count;
   }
   __syncthreads();
   count = total;
-  wait_for_previous();  // for nodes; lengths were there before the kernel that leaves them began
+  start_behind();  // for nodes; lengths were there before the kernel that leaves them began
 
-  const float4* const vectors = static_cast<const float4*>(a.workspace) + warp * kWarp + lane;
+  const float4* const vectors = static_cast<const float4*>(a.workspace);
   Sums all, span;
   all.clear();
   span.clear();
@@ -167,9 +159,9 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
     for (int i = 0; i < kAtOnce; ++i) {
       const float4* const from = vectors + nodes[min(base + i, count - 1)].place * kNodeVectors;
       KDTREE_UNROLL
-      for (int j = 0; j < kPieces; ++j) next[i].values[j] = from[node_vector(half, piece + j, 0)];
-      next[i].state = from[node_vector(0, 32, 0)];
-      const float4 other = from[node_vector(1, 32, 0)];
+      for (int j = 0; j < kPieces; ++j) next[i].values[j] = from[node_vector(half, piece + j, warp * kWarp + lane)];
+      next[i].state = from[node_state(0, warp * 16 + lane / 4)];
+      const float4 other = from[node_state(1, warp * 16 + lane / 4)];
       next[i].others = make_float2(other.y, other.w);
     }
     KDTREE_UNROLL
@@ -203,10 +195,9 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
 #endif
 }
 
-constexpr unsigned kManyGroups = 8;  // from so many on the states of nodes are read less often
 constexpr int kMostParts = 256;
-constexpr int kItemKeys = 160;     // that an item's start and end take the time of, by guess: no curve was measured
-constexpr double kNodeKeys = 1.5;  // likewise, what joining a node takes
+constexpr int kItemKeys = 250;     // in the time that an item's start and end take, about
+constexpr double kNodeKeys = 1.5;  // in the time that joining a node takes, about
 
 kdtree_status multiprocessors(int* count) {
   int device = 0;
@@ -214,49 +205,70 @@ kdtree_status multiprocessors(int* count) {
   return check_cuda(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
 }
 
+// What a cut takes, in the time of so many keys.
+struct Cost {
+  int64_t groups;
+  int longest, blocks;
+
+  // Of items that take so many keys at most, and leave so many nodes.
+  double operator()(const Plan& cut, double keys, int nodes) const {
+    const int64_t slices = ceil_div(groups, cut.slice);
+    const double rounds = static_cast<double>(slices * ceil_div(ceil_div(groups, slices) * cut.items(), blocks));
+    return rounds * (keys + kItemKeys) + kNodeKeys * static_cast<double>(groups) * nodes;
+  }
+  double operator()(const Plan& cut) const {
+    double keys = 0;
+    int nodes = 0;
+    for (int part = 0, begin = 0; part < cut.parts; ++part) {
+      const int end = cut.part_begin(part + 1, longest);
+      if (end > begin)
+        keys = std::max(keys,
+                        std::min(end, longest) - begin + double{kLeafKeys} * (leaf_of(end - 1) + 1 - leaf_of(begin)));
+      nodes += nodes_of(begin, end);
+      begin = end;
+    }
+    return operator()(cut, keys, nodes);
+  }
+  // What a cut of so many parts takes at least.
+  double least(const Plan& cut) const {
+    const int last = leaf_floor(longest - 1), largest = std::max(longest - last, last > 0 ? leaf_keys(last - 1) : 0);
+    const double mean = (longest + double{kLeafKeys} * (leaf_of(longest - 1) + 1)) / cut.parts;
+    return operator()(cut, std::max<double>(largest + kLeafKeys, mean), 1);
+  }
+};
+
 // blocks: that run at a time; 0: as many as the current device has multiprocessors.
 kdtree_status plan_pass(int64_t requests, int width, int heads, int longest, int blocks, size_t workspace, Plan* pass) {
   if (blocks <= 0) KDTREE_RETURN_IF_FAILED(multiprocessors(&blocks));
   Plan plan{};
   plan.groups = static_cast<int>(ceil_div(static_cast<int64_t>(width) * heads, kRows));
   plan.tails = heads < kRows ? kRows / heads : 0;
-  plan.longest = longest;
-  const int64_t groups = requests * plan.groups;
-  const int leaves = leaf_of(longest - 1) + 1, last = leaf_floor(longest - 1);
-  const int largest = std::max(longest - last, last > 0 ? leaf_keys(last - 1) : 0);
-  double least = INFINITY;
-  for (const bool spans : {true, false}) {
-    Plan cut = plan;
-    cut.spans = spans;
-    for (cut.parts = std::min(cut.units(longest), kMostParts); cut.parts > 0; --cut.parts) {
-      const double rounds = static_cast<double>(ceil_div(groups * (cut.parts + plan.tails), blocks));
-      const double mean = (longest + double{kLeafKeys} * leaves) / cut.parts;
-      const auto time = [&](double keys, int nodes) {
-        return rounds * (std::max<double>(largest + kLeafKeys, keys) + kItemKeys) +
-               kNodeKeys * static_cast<double>(groups) * nodes;
-      };
-      if (time(mean, cut.parts) >= least) continue;  // whatever the longest part and the nodes
-      double keys = 0;
-      int nodes = 0;
-      for (int part = 0, begin = 0; part < cut.parts; ++part) {
-        const int end = cut.part_begin(part + 1, longest);
-        if (end > begin)
-          keys = std::max(keys,
-                          std::min(end, longest) - begin + double{kLeafKeys} * (leaf_of(end - 1) + 1 - leaf_of(begin)));
-        nodes += nodes_of(begin, end);
-        begin = end;
+  plan.longest = longest, plan.weight = kLeafKeys;
+  const Cost cost{requests * plan.groups, longest, blocks};
+  const auto fit = [&](Plan* cut) {
+    cut->count_nodes(width);
+    cut->slice = static_cast<int>(std::min<int64_t>(cost.groups, static_cast<int64_t>(workspace / group_bytes(*cut))));
+    return cut->slice > 0;
+  };
+  Plan best = plan;
+  best.parts = plan.units(longest);
+  if (!fit(&best) || cost.groups * best.items() > blocks) {  // else a leaf each, all at once
+    best.parts = 1, best.spans = true;                       // the fewest nodes, should nothing fit
+    double least = fit(&best) ? cost(best) : INFINITY;
+    for (const bool spans : {true, false}) {
+      Plan cut = plan;
+      cut.spans = spans;
+      for (cut.parts = 1; cut.parts <= std::min(cut.units(longest), kMostParts); ++cut.parts) {
+        if (!fit(&cut) || cost.least(cut) >= least) continue;
+        for (const int weight : {kLeafKeys, kLeafKeys / 2, 2 * kLeafKeys}) {
+          cut.weight = weight;
+          if (const double all = cost(cut); all < least) least = all, best = cut;
+        }
       }
-      const double all = time(keys, nodes);
-      if (all < least) least = all, plan.parts = cut.parts, plan.spans = spans;
     }
   }
-  for (;; plan.parts = (plan.parts + 1) / 2) {
-    plan.slots = plan.most_nodes(width);
-    if (group_bytes(plan) <= workspace || plan.parts == 1) break;
-  }
-  plan.slice = static_cast<int>(std::min<int64_t>(groups, static_cast<int64_t>(workspace / group_bytes(plan))));
-  if (plan.slice > 0) plan.slice = static_cast<int>(ceil_div(groups, ceil_div(groups, plan.slice)));
-  *pass = plan;
+  if (best.slice > 0) best.slice = static_cast<int>(ceil_div(cost.groups, ceil_div(cost.groups, best.slice)));
+  *pass = best;
   return KDTREE_OK;
 }
 
@@ -301,10 +313,18 @@ kdtree_status map_cache(const MlaAttentionBf16Args& a, Plan* plan, CUtensorMap* 
 template <int kPieces>
 kdtree_status join_nodes(const MlaAttentionBf16Args& a, const Plan& plan, unsigned groups, cudaStream_t stream) {
   const auto kernel = mla_wgmma_join_kernel<kPieces>;
-  const size_t bytes = static_cast<size_t>(plan.items() * plan.slots) * sizeof(Listed);
+  // The compiler reads as far as kAtOnce goes before it looks whether there are as many.
+  const size_t bytes = static_cast<size_t>(plan.part_nodes + plan.tail_nodes + kMostAtOnce) * sizeof(Listed);
   KDTREE_RETURN_IF_FAILED(allow_shared_memory(reinterpret_cast<const void*>(kernel), "mla_attention_bf16", bytes, 128));
   return launch_behind("mla_wgmma_join_kernel", kernel, dim3(groups, 256 / kPieces / kJoinWarps),
                        dim3(kJoinWarps * kWarp), bytes, stream, a, plan);
+}
+
+// Many groups have warps enough that each may take more pieces, unless it has many nodes to add.
+kdtree_status join(const MlaAttentionBf16Args& a, const Plan& plan, unsigned groups, cudaStream_t stream) {
+  if (groups < 8) return join_nodes<1>(a, plan, groups, stream);
+  if (groups < 16 && plan.part_nodes > 16) return join_nodes<2>(a, plan, groups, stream);
+  return groups < 32 ? join_nodes<4>(a, plan, groups, stream) : join_nodes<8>(a, plan, groups, stream);
 }
 
 }  // namespace
@@ -349,10 +369,10 @@ kdtree_status attention(const MlaAttentionBf16Args& a, cudaStream_t stream) {
   const int groups = a.rows.requests * plan.groups;
   for (; plan.first < groups; plan.first += plan.slice) {
     const unsigned now = static_cast<unsigned>(std::min(plan.slice, groups - plan.first));
-    mla_wgmma_kernel<<<dim3(now, static_cast<unsigned>(plan.items())), kThreads, kSharedBytes, stream>>>(a, plan, map);
-    KDTREE_RETURN_IF_FAILED(check_launch("mla_wgmma_kernel"));
-    KDTREE_RETURN_IF_FAILED(now < kManyGroups ? join_nodes<1>(a, plan, now, stream)
-                                              : join_nodes<4>(a, plan, now, stream));
+    KDTREE_RETURN_IF_FAILED(launch_behind("mla_wgmma_kernel", mla_wgmma_kernel,
+                                          dim3(now, static_cast<unsigned>(plan.items())), dim3(kThreads), kSharedBytes,
+                                          stream, a, plan, map));
+    KDTREE_RETURN_IF_FAILED(join(a, plan, now, stream));
   }
   return KDTREE_OK;
 }

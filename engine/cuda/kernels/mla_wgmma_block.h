@@ -3,7 +3,8 @@
 // Queries [64, 576] and two tiles of keys [64, 576] lie in shared memory in pieces of 64 columns. Warpgroup 0 makes the
 // scores and weights of tile 0 of a pair, warpgroup 1 those of tile 1; then both add the weighted values of tile 0 and
 // those of tile 1, 0 for the first 256 columns and 1 for the others. While one makes weights, the other has products
-// for the tensor cores. The weights of a tile take the place of its rope keys, which its scores were the last to need.
+// for the tensor cores, and while the sums of a leaf are left, the scores of the next pair are made. The weights of a
+// tile take the place of its rope keys, which its scores were the last to need.
 //
 // A row's peak moves tile by tile, and its sums add up tile by tile: the bits are those of one warpgroup that takes all
 // tiles in order, except that the weights of even and of odd tiles are totalled apart.
@@ -20,8 +21,6 @@ constexpr int kPieces = (kLatent + kRope) / 64, kPieceBytes = kTile * 128;
 constexpr int kFirstPieces = 4;  // of a tile, those of the columns of warpgroup 0
 constexpr int kTileBytes = kPieces * kPieceBytes;
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kFewGroups = 2;   // of a request, for which keys are fetched ahead
-constexpr int kPrefetched = 4;  // pairs of tiles
 constexpr int kMoves = 8;  // a peak follows a score that is 2^8 times as heavy; weights up to that cost no precision
 
 struct Shared {
@@ -70,6 +69,15 @@ struct Block {
   __device__ uint32_t weights(int which) const { return tile(which) + (kPieces - 1) * kPieceBytes; }
   __device__ uint32_t full(int which, int half) const { return shared_address(&shared->full[which][half]); }
   __device__ uint32_t empty(int which, int half) const { return shared_address(&shared->empty[which][half]); }
+
+  __device__ void init_barriers() const {
+    KDTREE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      barrier_init(full(i / 2, i % 2), 1);
+      barrier_init(empty(i / 2, i % 2), i == 3 ? 8 : 4);  // warps that look at it last
+    }
+    publish_barriers();
+  }
 };
 
 // The warpgroups that multiply: the item's queries to shared memory, zeros for rows that are not used.
@@ -148,14 +156,6 @@ struct Copier {
   }
   __device__ int box_request() const { return a.cache.block_size > 0 ? 0 : item.request; }
 
-  // To the L2 cache, by a warp.
-  __device__ void prefetch(int pair) const {
-    const int rows = kTile / plan.boxes, key = item.begin + pair * kPair;
-    KDTREE_UNROLL_BY(1)
-    for (int i = thread(); i < 2 * kPieces * plan.boxes; i += kWarp)
-      prefetch_box(map, i % kPieces * 64, box_row(key + i / kPieces * rows), box_request());
-  }
-
   __device__ void copy_rows(int pair, int key, int which) const {
     const char* const base = static_cast<const char*>(a.cache.base) + a.layer * a.cache.layer_stride +
                              (a.cache.block_size == 0 ? item.request * a.cache.request_stride : 0);
@@ -187,14 +187,10 @@ struct Copier {
     const int pairs = item.pairs();
     const int boxed = item.boxed(plan);
     if (thread() < kWarp) {
-      // Few groups leave the cache to be read from memory by few blocks: each asks for more than it has room for.
-      const bool few = plan.groups <= kFewGroups;
-      int fetched = 0;
       KDTREE_UNROLL_BY(1)
       for (int pair = 0; pair < boxed; ++pair) {
         copy_boxes(pair, item.begin + pair * kPair, 0);
         copy_boxes(pair, item.begin + pair * kPair + kTile, 1);
-        while (few && fetched < min(pair + kPrefetched, boxed - 1)) prefetch(++fetched);
       }
     }
     meet(kCopied, 128);
@@ -240,27 +236,30 @@ struct Multiplier {
   __device__ static int row() { return thread() / kWarp * 16 + thread() % kWarp / 4; }
   __device__ static int column() { return thread() % 4 * 2; }  // the first of two in each 8
 
-  // A node of the item in the workspace, at the place of this thread.
+  // A node of the item in the workspace.
   __device__ float4* node(int slot) const {
-    return static_cast<float4*>(a.workspace) + (static_cast<int64_t>(item.number) * plan.slots + slot) * kNodeVectors +
-           node_vector(kOwn, 0, thread());
+    return static_cast<float4*>(a.workspace) + static_cast<int64_t>(item.first_slot + slot) * kNodeVectors;
   }
 
   __device__ static bool first_of_warp() { return threadIdx.x % kWarp == 0; }
 
-  __device__ void multiply_keys(int pair) {
+  // Scores of the own tile of a pair. Where there is none, a piece of whatever lies there, at which nobody looks: with
+  // all products under a condition the compiler would wait for them at once.
+  __device__ void multiply_keys(int pair, bool there) {
     const Operand queries = inner_operand(again(block.query)), keys = inner_operand(again(block.tile(kOwn)));
-    barrier_wait(block.full(kOwn, 0), pair);
-    begin_products();
+    const int pieces = there ? kPieces : 1;
+    if (there) barrier_wait(block.full(kOwn, 0), pair);
+    int piece = 0;
     KDTREE_UNROLL_BY(1)
-    for (int piece = 0; piece < kPieces; ++piece) {
+    do {
       if (piece == kFirstPieces) barrier_wait(block.full(kOwn, 1), pair);
+      begin_products();  // in front of each piece, or the compiler has every product waited for
       KDTREE_UNROLL
       for (int k = 0; k < 4; ++k) {
         const uint32_t at = static_cast<uint32_t>(piece * kPieceBytes + k * 32);
         multiply_64(scores, queries + at, keys + at, piece > 0 || k > 0);
       }
-    }
+    } while (++piece < pieces);
     commit_products();
   }
 
@@ -350,39 +349,51 @@ struct Multiplier {
     }
   }
 
-  // The sums of a leaf become a node.
-  __device__ void leave(int slot) const {
-    float4* const to = node(slot);
-    leave_state(to, make_float4(peaks[0], totals[0], peaks[1], totals[1]));
-    KDTREE_UNROLL
-    for (int n = 0; n < 32; ++n)
-      to[n * 128] = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
-  }
+  // How the sums of a leaf are left.
+  struct Ending {
+    float4* to;        // of this thread; null: the leaf goes on
+    bool adds;         // to what is there
+    float factors[2];  // by which they are multiplied first
+  };
 
-  // Adds the sums of a leaf to a node, in memory.
-  __device__ void add(int slot) {
+  // The peaks and totals of a leaf go to a node that its sums are to follow.
+  __device__ Ending end_leaf(int slot, bool adds) {
     float4* const to = node(slot);
-    const float4 old = block.shared->node[kOwn][row() / 16 * 8 + row() % 8];
-    const Addition first(old.x, peaks[0]), second(old.z, peaks[1]);
-    if (__any_sync(kAllLanes, first.node != 1.0f || second.node != 1.0f)) {
-      KDTREE_UNROLL_BY(4)
-      for (int n = 0; n < 32; ++n) {
-        const float4 sum = __ldcg(to + n * 128);
-        to[n * 128] = make_float4(sum.x * first.node, sum.y * first.node, sum.z * second.node, sum.w * second.node);
+    Ending ending{to + node_vector(kOwn, 0, thread()), adds, {1, 1}};
+    float4* const kept = &block.shared->node[kOwn][row() / 16 * 8 + row() % 8];
+    float4 state = make_float4(peaks[0], totals[0], peaks[1], totals[1]);
+    if (adds) {
+      const float4 old = *kept;
+      const Addition first(old.x, peaks[0]), second(old.z, peaks[1]);
+      if (__any_sync(kAllLanes, first.node != 1.0f || second.node != 1.0f)) {
+        KDTREE_UNROLL_BY(4)
+        for (int n = 0; n < kNodePieces; ++n) {
+          const float4 sum = __ldcg(ending.to + n * 128);
+          ending.to[n * 128] =
+              make_float4(sum.x * first.node, sum.y * first.node, sum.z * second.node, sum.w * second.node);
+        }
       }
+      state = make_float4(first.peak, first(old.y, totals[0]), second.peak, second(old.w, totals[1]));
+      ending.factors[0] = first.next, ending.factors[1] = second.next;
     }
-    leave_state(to, make_float4(first.peak, first(old.y, totals[0]), second.peak, second(old.w, totals[1])));
-    KDTREE_UNROLL
-    for (int n = 0; n < 32; ++n)
-      add_to_memory(to + n * 128, make_float4(sums[4 * n] * first.next, sums[4 * n + 1] * first.next,
-                                              sums[4 * n + 2] * second.next, sums[4 * n + 3] * second.next));
+    __syncwarp();  // all four lanes of a row have what was there
+    if (threadIdx.x % 4 == 0) *kept = to[node_state(kOwn, row())] = state;
+    __syncwarp();
+    return ending;
   }
 
-  __device__ void leave_state(float4* to, float4 state) const {
-    to[32 * 128] = state;
-    __syncwarp();  // all four lanes of a row have what was there
-    if (threadIdx.x % 4 == 0) block.shared->node[kOwn][row() / 16 * 8 + row() % 8] = state;
-    __syncwarp();
+  template <int kHalf>
+  __device__ void leave(const Ending& ending) const {
+    if (ending.to == nullptr) return;
+    KDTREE_UNROLL
+    for (int n = kHalf * kNodePieces / 2; n < (kHalf + 1) * kNodePieces / 2; ++n) {
+      const float4 sum = make_float4(sums[4 * n] * ending.factors[0], sums[4 * n + 1] * ending.factors[0],
+                                     sums[4 * n + 2] * ending.factors[1], sums[4 * n + 3] * ending.factors[1]);
+      if (ending.adds)
+        add_to_memory(ending.to + n * 128, sum);
+      else
+        ending.to[n * 128] = sum;
+    }
   }
 
   __device__ void run() {
@@ -394,30 +405,27 @@ struct Multiplier {
       peaks[0] = peaks[1] = -INFINITY;
       totals[0] = totals[1] = 0;
     };
-    const auto close = [&](int next, bool last) {
-      if (!last && next < leaf + leaf_keys(leaf)) return;
+    const auto close = [&](int next, bool last) -> Ending {
+      if (!last && next < leaf + leaf_keys(leaf)) return {nullptr, false, {1, 1}};
       KDTREE_UNROLL
       for (int i = 0; i < 2; ++i) {
         totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 1);
         totals[i] += __shfl_xor_sync(kAllLanes, totals[i], 2);
       }
       const int span = span_floor(leaf);
-      const bool begun = span >= item.begin && span < leaf;
-      if (begun)
-        add(slot);
-      else
-        leave(slot);
+      const Ending ending = end_leaf(slot, span >= item.begin && span < leaf);
       if (span < item.begin || next == span + span_keys(span)) ++slot;
       leaf = next;
       restart();
+      return ending;
     };
 
     restart();
+    multiply_keys(0, true);
     KDTREE_UNROLL_BY(1)
     for (int pair = 0; pair < pairs; ++pair) {
       const int key = item.begin + pair * kPair;
       float largest[2], first[2], second[2];
-      multiply_keys(pair);
       wait_products<0>();
       settle(scores);
       if constexpr (kOwn == 0) {
@@ -453,8 +461,16 @@ struct Multiplier {
         if (kOwn == 0) barrier_arrive(block.empty(1, 0));
         barrier_arrive(block.empty(1, 1));
       }
-      close(key + kPair, pair + 1 == pairs);
+      // Half of the sums are left while tile 1 is on its way.
+      const bool more = pair + 1 < pairs;
+      const Ending ending = close(key + kPair, !more);
+      if (kOwn == 0) multiply_keys(pair + 1, more);
+      leave<0>(ending);
+      if (kOwn == 1) multiply_keys(pair + 1, more);
+      leave<1>(ending);
     }
+    wait_products<0>();
+    settle(scores);
   }
 };
 

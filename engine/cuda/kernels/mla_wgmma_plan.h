@@ -42,6 +42,7 @@ static_assert(leaf_begin(leaf_of(8191) + 1) == 8192 && leaf_begin(leaf_of(32767)
               leaf_floor(2047) == 2048 - 256 && leaves_end(32769) == 32768 + 2048);
 
 constexpr int kSpanLeaves = 8;  // at most
+constexpr int kLeastSpan = 1024;
 __host__ __device__ constexpr int span_keys(int position) {
   return position < 2048 ? 1024 : position < 8192 ? 2048 : position < 32768 ? 8192 : 16384;
 }
@@ -72,17 +73,17 @@ __host__ __device__ constexpr int nodes_of(int begin, int end) {
   return nodes;
 }
 
-// In the time that a leaf's end takes, by guess: blocks of version 5 in mla_attention_bf16.md took some 110.
-constexpr int kLeafKeys = 60;
+constexpr int kLeafKeys = 60;  // in the time that a leaf's end takes, about
 
 // How a pass is cut. A group is 64 head rows of a request: of one node, or of several with fewer heads. Its items are
 // `parts` runs of leaves and, of several nodes, a tail of each: from the leaf on in which the prefix ends.
 struct Plan {
   int groups;  // of a request
   int parts;
-  int tails;   // items behind the parts: nodes of a group, 0 if one
-  int slots;   // nodes that an item may leave
-  bool spans;  // parts begin where spans do
+  int tails;                   // items behind the parts: nodes of a group, 0 if one
+  int part_nodes, tail_nodes;  // of all parts of a group, of a tail, at most
+  bool spans;                  // parts begin where spans do
+  int weight;                  // of a leaf where parts are cut: so many keys
   int longest;
   int slice;  // groups of a launch
   int first;  // of the launch, of all requests
@@ -96,12 +97,13 @@ struct Plan {
   // Leaves or spans, of which parts are runs.
   __host__ __device__ int units(int length) const { return (spans ? span_of(length - 1) : leaf_of(length - 1)) + 1; }
   __host__ __device__ int unit_begin(int unit) const { return spans ? span_begin(unit) : leaf_begin(unit); }
-  // Runs that take about as long: a leaf costs as much as some more keys.
+  // Runs that take about as long.
   __host__ __device__ int part_begin(int part, int length) const {
     const int end = leaves_end(length), all = units(length);
     if (part >= parts) return end;
     if (parts >= all) return min(unit_begin(part), end);
-    const auto cost = [length](int begin) { return min(begin, length) + int64_t{kLeafKeys} * leaf_of(begin); };
+    const int more = weight;
+    const auto cost = [=](int begin) { return min(begin, length) + int64_t{more} * leaf_of(begin); };
     const int64_t at = cost(end) * part / parts;
     int low = 0, high = all;  // the first unit whose middle is not before
     while (low < high) {
@@ -113,26 +115,35 @@ struct Plan {
     }
     return min(unit_begin(low), end);
   }
-  // Nodes of an item, at most: leaves of a span that began before, then spans. No part has more of these than the
-  // first and one. A tail begins with the last leaf of the prefix.
-  int most_nodes(int width) const {
-    const int leaves = leaf_of(longest - 1) + 1, before = spans ? 0 : kSpanLeaves - 1;
-    const int nodes = parts >= units(longest) ? 1 : before + span_of(part_begin(1, longest)) + 2;
-    const int tail = tails > 0 ? kSpanLeaves + width / 1024 + 2 : 1;
-    return std::min(std::max(nodes, std::min(tail, width / kPair + 3)), leaves);
+  // Where in a group's nodes those of a part are that begins at `begin`: parts before it leave no more than its leaves,
+  // nor than the spans that begin there and, each, leaves of a span that began before.
+  __host__ __device__ int first_node(int part, int begin) const {
+    const int begun = begin > 0 ? span_of(begin - 1) + 1 : 0;
+    return min(leaf_of(begin), begun + (spans ? 0 : part * (kSpanLeaves - 1)));
+  }
+  // Likewise of a tail.
+  __host__ __device__ int first_tail_node(int tail) const { return part_nodes + tail * tail_nodes; }
+  __host__ __device__ int nodes() const { return first_tail_node(tails); }
+  // Once parts and tails are known. A tail begins with the last leaf of the prefix.
+  void count_nodes(int width) {
+    part_nodes = first_node(parts, leaves_end(longest));
+    tail_nodes = tails > 0 ? std::min(kSpanLeaves + width / kLeastSpan + 2, width / kPair + 3) : 0;
   }
 };
 
-// What an item leaves: nodes in the order of their keys, for either half of the columns and each of 128 threads 32
-// times the sums of two columns in two rows, 8 apart, and once the rows' peaks to base 2 and totals: those of the tiles
-// of the half's number.
-constexpr int kNodePieces = 33;
-constexpr int64_t kNodeVectors = 2 * kNodePieces * 128;
+// What an item leaves: nodes in the order of their keys. For either half of the columns and each of 128 threads 32
+// times the sums of two columns in two rows, 8 apart; then for each such pair of rows peaks to base 2 and totals: those
+// of the tiles of the half's number.
+constexpr int kNodePieces = 32;
+constexpr int64_t kHalfVectors = kNodePieces * 128 + kRows / 2, kNodeVectors = 2 * kHalfVectors;
 __host__ __device__ constexpr int64_t node_vector(int half, int piece, int thread) {
-  return (static_cast<int64_t>(half) * kNodePieces + piece) * 128 + thread;
+  return half * kHalfVectors + piece * 128 + thread;
+}
+__host__ __device__ constexpr int64_t node_state(int half, int row) {
+  return half * kHalfVectors + kNodePieces * 128 + row / 16 * 8 + row % 8;
 }
 inline size_t group_bytes(const Plan& plan) {
-  return static_cast<size_t>(plan.items()) * static_cast<size_t>(plan.slots) * kNodeVectors * sizeof(float4);
+  return static_cast<size_t>(plan.nodes()) * kNodeVectors * sizeof(float4);
 }
 
 // What one block works on: rows `first_row` and the next 63 of a request, those from `row_begin` to `row_end` used,
@@ -142,7 +153,7 @@ struct Item {
   int node;  // whose path the keys behind the prefix are
   int prefix;
   int begin, end;
-  int number;  // where in the workspace its nodes lie
+  int first_slot;  // of its nodes, in the workspace
 
   __host__ __device__ Item(const MlaAttentionBf16Args& a, const Plan& plan, int local, int index) {
     const int group = plan.first + local;
@@ -150,7 +161,6 @@ struct Item {
     first_row = group % plan.groups * kRows;
     node = first_row / a.heads;
     prefix = a.rows.prefix_lengths[request];
-    number = local * plan.items() + index;
     row_begin = 0;
     row_end = kRows;
     begin = end = 0;
@@ -163,8 +173,10 @@ struct Item {
     if (index < plan.parts) {
       const int length = plan.length(a, request);
       begin = plan.part_begin(index, length);
+      first_slot = local * plan.nodes() + plan.first_node(index, begin);
       end = min(end, plan.part_begin(index + 1, length));
     } else {
+      first_slot = local * plan.nodes() + plan.first_tail_node(index - plan.parts);
       row_begin = (index - plan.parts) * a.heads;
       row_end = min(row_end, row_begin + a.heads);
       begin = end;

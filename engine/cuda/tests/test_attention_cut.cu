@@ -22,7 +22,7 @@ std::string add(const std::string& node, const std::string& next) { return "(" +
 
 // One request.
 struct Pass {
-  int heads, width, prefix, node_count, longest, parts;
+  int heads, width, prefix, node_count, longest, parts, weight;
   bool spans;
   std::vector<int32_t> positions;
 
@@ -37,14 +37,14 @@ struct Pass {
     Plan plan{};
     plan.groups = static_cast<int>(ceil_div(width * heads, kRows));
     plan.tails = heads < kRows ? kRows / heads : 0;
-    plan.longest = longest, plan.parts = parts, plan.spans = spans, plan.slice = 1;
-    plan.slots = plan.most_nodes(width);
+    plan.longest = longest, plan.parts = parts, plan.weight = weight, plan.spans = spans, plan.slice = 1;
+    plan.count_nodes(width);
     return plan;
   }
 };
 
 // What a block does at the end of its leaves. Returns what it leaves.
-std::vector<Summed> work(const Item& item, int slots) {
+std::vector<Summed> work(const Item& item) {
   std::vector<Summed> left;
   int first = item.begin;
   bool open = false;  // the last node
@@ -62,7 +62,6 @@ std::vector<Summed> work(const Item& item, int slots) {
       left.push_back({first, now});
     }
     open = span >= item.begin && next < span + span_keys(span);
-    CHECK(static_cast<int>(left.size()) <= slots);
     first = next;
   }
   return left;
@@ -96,7 +95,15 @@ void check_pass(const Pass& pass, int group) {
   Plan plan = pass.plan();
   plan.first = group;
   std::vector<std::vector<Summed>> left;
-  for (int i = 0; i < plan.items(); ++i) left.push_back(work(Item(a, plan, 0, i), plan.slots));
+  int free = 0;  // the first place in the workspace that no node takes
+  for (int i = 0; i < plan.items(); ++i) {
+    const Item item(a, plan, 0, i);
+    left.push_back(work(item));
+    if (left.back().empty()) continue;
+    CHECK(item.first_slot >= free);
+    free = item.first_slot + static_cast<int>(left.back().size());
+  }
+  CHECK(free <= plan.nodes());
   for (int i = 0; i < std::max(plan.tails, 1); ++i) {
     const int node = group * kRows / pass.heads + i;
     const int keys = node < pass.width ? mla_bf16::keys_of(a, 0, node) : 0;
@@ -129,7 +136,8 @@ TEST(however_a_pass_is_cut_the_sum_is_that_of_the_keys) {
   const auto below = [&](int n) { return static_cast<int>(generator() % static_cast<uint32_t>(n)); };
   for (int i = 0; i < (check::tiny() ? 500 : 10000); ++i) {
     const int capacity = std::vector<int>{200, 1500, 5000, 20000, 70000, 140000}[static_cast<size_t>(below(6))];
-    Pass pass{16 << below(4), 1 + below(below(4) > 0 ? 40 : 300), below(capacity), 0, 0, 1, below(2) == 0, {}};
+    Pass pass{
+        16 << below(4), 1 + below(below(4) > 0 ? 40 : 300), below(capacity), 0, 0, 1, below(120), below(2) == 0, {}};
     pass.node_count = below(8) == 0 ? below(pass.width + 1) - 1 : pass.width - 1;
     const bool chain = below(2) == 0;
     for (int row = 0; row < pass.width; ++row)
@@ -146,7 +154,7 @@ TEST(parts_take_about_as_long) {
   for (const int length : {1025, 8200, 32801, 131105})
     for (const int parts : {2, 4, 7}) {
       Plan plan{};
-      plan.longest = length, plan.parts = parts;
+      plan.longest = length, plan.parts = parts, plan.weight = kLeafKeys;
       const auto cost = [&](int part) {
         const int begin = plan.part_begin(part, length), end = std::min(plan.part_begin(part + 1, length), length);
         return end - begin + kLeafKeys * (leaf_of(end - 1) + 1 - leaf_of(begin));
