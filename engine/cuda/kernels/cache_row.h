@@ -3,6 +3,7 @@
 
 #include "common/port.h"
 #include "kdtree_engine.h"
+#include "kernels/layers.h"
 
 namespace kdtree {
 
@@ -12,6 +13,21 @@ __device__ inline int64_t cache_row(const kdtree_cache_view& cache, int request,
   const int64_t entry = static_cast<int64_t>(request) * cache.table_stride + row / cache.block_size;
   const int64_t block = cache.block_table[entry];
   return block < 0 ? -1 : (block * cache.block_size + row % cache.block_size) * cache.row_stride;
+}
+
+// The row of the cache, counted from where those of the request begin, of the key at a position of a node's path behind
+// `prefix` rows that all nodes share; -1 as above. For rows that are looked up often: divisions of 32 bits.
+__device__ inline int path_row(const Rows& rows, const kdtree_cache_view& cache, int request, int node, int prefix,
+                               int position) {
+  int row = position;
+  if (position >= prefix && rows.paths != nullptr) {
+    const int64_t of = static_cast<int64_t>(request) * rows.width + node;
+    row = prefix + rows.paths[of * rows.path_stride + position - prefix];
+  }
+  if (cache.block_size == 0) return row;
+  const unsigned size = static_cast<unsigned>(cache.block_size), index = static_cast<unsigned>(row) / size;
+  const int block = cache.block_table[static_cast<int64_t>(request) * cache.table_stride + index];
+  return block < 0 ? -1 : block * cache.block_size + static_cast<int>(static_cast<unsigned>(row) - index * size);
 }
 
 }  // namespace kdtree

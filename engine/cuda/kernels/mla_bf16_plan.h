@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/attention.h"
+#include "kernels/cache_row.h"
 
 namespace kdtree::mla_bf16 {
 
@@ -146,16 +147,7 @@ struct Work {
   __device__ int cache_row(const MlaAttentionBf16Args& a, const Turn& turn, int key) const {
     const int place = max(turn.node, 0), position = turn.key + key;
     if ((turn.flags & Turn::kEmpty) != 0 || position >= counts[place]) return -1;
-    int row = position;
-    if (position >= prefix && a.rows.paths != nullptr) {
-      const int64_t of = static_cast<int64_t>(request) * a.rows.width + first_row / a.heads + place;
-      row = prefix + a.rows.paths[of * a.rows.path_stride + position - prefix];
-    }
-    const kdtree_cache_view& cache = a.cache;  // as cache_row.h has it, with divisions of 32 bits
-    if (cache.block_size == 0) return row;
-    const unsigned size = static_cast<unsigned>(cache.block_size), index = static_cast<unsigned>(row) / size;
-    const int block = cache.block_table[static_cast<int64_t>(request) * cache.table_stride + index];
-    return block < 0 ? -1 : block * cache.block_size + static_cast<int>(static_cast<unsigned>(row) - index * size);
+    return path_row(a.rows, a.cache, request, first_row / a.heads + place, prefix, position);
   }
 };
 

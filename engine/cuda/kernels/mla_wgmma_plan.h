@@ -193,17 +193,7 @@ struct Item {
 
   // The row of the cache, counted from where those of the request begin, of the key at `position`; -1: none.
   __device__ int cache_row(const MlaAttentionBf16Args& a, int position) const {
-    if (position >= end) return -1;
-    int row = position;
-    if (position >= prefix && a.rows.paths != nullptr) {
-      const int64_t of = static_cast<int64_t>(request) * a.rows.width + node;
-      row = prefix + a.rows.paths[of * a.rows.path_stride + position - prefix];
-    }
-    const kdtree_cache_view& cache = a.cache;  // as cache_row.h has it, with divisions of 32 bits
-    if (cache.block_size == 0) return row;
-    const unsigned size = static_cast<unsigned>(cache.block_size), index = static_cast<unsigned>(row) / size;
-    const int block = cache.block_table[static_cast<int64_t>(request) * cache.table_stride + index];
-    return block < 0 ? -1 : block * cache.block_size + static_cast<int>(static_cast<unsigned>(row) - index * size);
+    return position < end ? path_row(a.rows, a.cache, request, node, prefix, position) : -1;
   }
 };
 
