@@ -5,9 +5,9 @@
 // paths, visibility words, positions.
 //
 // What a tree takes is latency: a launch overlaps the end of the kernel before, the lists come in one trip to global
-// memory, all after it is done in shared memory, visibility is filled with zeros while one warp makes an estimate, and
-// the outputs leave side by side. The kernel exists for 256, 512 and 1024 threads, by budget (tree_scratch.h).
-// tree_build.md: where the time goes.
+// memory, all after it is done in shared memory, visibility is filled with zeros while one warp makes an estimate - of
+// a call from logits while their lists are made -, and the outputs leave side by side. The kernel exists for 256, 512
+// and 1024 threads, by budget (tree_scratch.h). tree_build.md: where the time goes.
 
 #include <algorithm>
 
@@ -205,7 +205,7 @@ __device__ Found find_in_parallel(const Lists& lists, int budget, const ListSpac
   const int wanted = all ? static_cast<int>(frontier.all_nodes) : budget;
   uint32_t high = frontier.bound, low = 0, threshold = high;
   // Where the bound is worth a try, it is try 0. An estimate, if it may be needed, is try 1.
-  for (int tries = room >= kRoomy * budget ? 0 : 1; tries < kMostTries; ++tries) {
+  for (int tries = room >= kRoomy * budget || frontier.flat ? 0 : 1; tries < kMostTries; ++tries) {
     if (tries == 1 && frontier.all_nodes > static_cast<float>(room))
       threshold = estimate(costs, depths, frontier.bound, 1.35f * static_cast<float>(budget),
                            {reinterpret_cast<float (*)[2 * kCostBins]>(s.rest()), b.level, &b.answer},
@@ -244,8 +244,18 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
   ListFacts& facts = block.facts;
 
   let_next_start();
-  wait_for_previous();
   const int request = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const Output out{a, static_cast<size_t>(request)};
+  const auto make_blank = [&](int first) {  // by all threads from `first` on: visibility is filled with zeros
+    const int words = visibility_words(a.budget);
+    if (thread == first) block.blank = true;
+    if (a.visibility != nullptr)
+      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, thread - first, kThreads - first,
+                [](int) { return [] { return 0u; }; });
+  };
+  if (thread == 0) block.blank = false;
+  if (division.early) make_blank(0);
+  wait_for_previous();
   const Asked asked(a, request);
   const int budget = asked.budget;
   bool failed = asked.outcome.failed();
@@ -259,23 +269,20 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
                         a.checked != 0 ? nullptr : reinterpret_cast<int*>(shared), division.set_rows,
                         division.set_bits};
   const int reach = min(budget, a.width);
-  const Output out{a, static_cast<size_t>(request)};
   const auto prepare = [&] {  // what needs no list
     if (thread == 0) {
       block.frontier.bound = kTooDear;
-      block.blank = false;
     }
     if (thread == kThreads - 1) block.root = Root::of(a, request);
   };
-  const auto make_blank = [&](int first) {  // by all threads from `first` on: visibility is filled with zeros
-    const int words = visibility_words(a.budget);
-    if (thread == first) block.blank = true;
-    if (a.visibility != nullptr)
-      store_all(out.block(a.visibility, words), static_cast<int>(out.rows) * words, thread - first, kThreads - first,
-                [](int) { return [] { return 0u; }; });
+  const auto make_blank_meanwhile = [&](int first) {
+    if (!division.early) make_blank(first);
   };
   if (lists.depths > 0) {
-    read_lists(lists, reach, a.vocab_size, space, &facts, prepare);
+    if (a.checked != 0)
+      read_lists<false>(lists, reach, a.vocab_size, space, &facts, prepare);
+    else
+      read_lists<true>(lists, reach, a.vocab_size, space, &facts, prepare);
     failed = facts.fault != kNoFault;
     if (failed && thread == 0) block.keep(outcome_of(facts.fault));
   } else {
@@ -289,8 +296,9 @@ __global__ void __launch_bounds__(kThreads, 1) tree_build_kernel(kdtree_tree_bui
   if (!failed && budget > 0 && lists.depths > 0 && facts.lengths[0] > 0) {
     found.count = -1;
     if (!facts.positive)
-      found = reach <= 1 << space.near_bits ? find_in_parallel<true>(lists, budget, space, scratch, block, make_blank)
-                                            : find_in_parallel<false>(lists, budget, space, scratch, block, make_blank);
+      found = reach <= 1 << space.near_bits
+                  ? find_in_parallel<true>(lists, budget, space, scratch, block, make_blank_meanwhile)
+                  : find_in_parallel<false>(lists, budget, space, scratch, block, make_blank_meanwhile);
     if (found.count < 0) {
       __syncthreads();  // nobody is in the parallel route any more
       if (warp_id() == 0) {
@@ -460,6 +468,7 @@ extern "C" kdtree_status kdtree_logits_tree(const kdtree_topk_logprob_args* topk
   behind.before = topk->status;  // a request whose logits are refused gets no tree
   behind.checked = 1;
   Division division{};
+  division.early = true;  // the first kernel of the lists is launched such that it waits for all on the stream
   KDTREE_RETURN_IF_FAILED(check(behind));
   KDTREE_RETURN_IF_FAILED(divide(behind, &division));
   KDTREE_RETURN_IF_FAILED(kdtree_topk_logprob(topk));

@@ -162,15 +162,15 @@ __device__ inline void check_repeats(const Lists& lists, const ListSpace& space,
   __syncthreads();
 }
 
-// Reads every entry once, those of kBatch turns in one trip to memory, during which shared memory is prepared and
-// `meanwhile` is called. `facts` need no preparation. reach: ranks that the budget can reach. Ends with a barrier.
-template <typename F>
+// Reads every entry once, and checks it if kChecks; those of kBatch turns in one trip to memory, during which shared
+// memory is prepared and `meanwhile` is called. `facts` need no preparation. reach: ranks that the budget can reach.
+// Ends with a barrier.
+template <bool kChecks, typename F>
 __device__ void read_lists(const Lists& lists, int reach, int vocab_size, const ListSpace& space, ListFacts* facts,
                            const F& meanwhile) {
-  constexpr int kBatch = 4;
+  constexpr int kBatch = kChecks ? 4 : 8;
   const int entries = lists.depths * lists.width, threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x), near_width = 1 << space.near_bits;
-  const bool checks = space.sets != nullptr;
   int low_bit = kNoBit;
   unsigned fault = kNoFault;
   bool positive = false;
@@ -181,8 +181,8 @@ __device__ void read_lists(const Lists& lists, int reach, int vocab_size, const 
     for (int j = 0; j < kBatch; ++j) {
       const int i = first + j * threads + thread;
       values[j] = i < entries ? lists.lp[i] : 0.0f;
-      befores[j] = checks && i > 0 && i < entries ? lists.lp[i - 1] : 0.0f;
-      ids[j] = checks && i < entries ? lists.ids[i] : -1;
+      befores[j] = kChecks && i > 0 && i < entries ? lists.lp[i - 1] : 0.0f;
+      ids[j] = kChecks && i < entries ? lists.ids[i] : -1;
     }
     if (first == 0) {
       facts->clear(thread, reach);
@@ -197,17 +197,19 @@ __device__ void read_lists(const Lists& lists, int reach, int vocab_size, const 
     KDTREE_UNROLL
     for (int j = 0; j < kBatch; ++j) {
       const int i = first + j * threads + thread;
-      if (i >= entries) break;
-      const int d = lists.row_of(i), r = i - d * lists.width;
       const float x = values[j];
-      if (checks) {
+      const unsigned finite = __ballot_sync(kAllLanes, is_finite(x));
+      if (i >= entries) continue;
+      const int d = lists.row_of(i), r = i - d * lists.width;
+      if constexpr (kChecks) {
         if (const int code = entry_fault(x, befores[j], ids[j], r, vocab_size))
           fault = min(fault, pack_fault(d, r, code));
       }
       if (r >= reach) continue;
       if (r < near_width) space.near[(d << space.near_bits) + r] = __float_as_uint(x);
       if (!is_finite(x)) {
-        atomicMin(&facts->lengths[d], r);
+        // Behind the first one of a row it says nothing, and there may be thousands.
+        if (lane_id() == 0 || r == 0 || (finite >> (lane_id() - 1) & 1) != 0) atomicMin(&facts->lengths[d], r);
         continue;
       }
       if (x != 0) low_bit = min(low_bit, lowest_bit(x));
@@ -218,7 +220,7 @@ __device__ void read_lists(const Lists& lists, int reach, int vocab_size, const 
   if (lane_id() == 0) atomicMin(&facts->low_bit, low_bit);
   if (fault != kNoFault) atomicMin(&facts->fault, fault);
   if (positive) atomicOr(&facts->positive, 1);
-  if (checks)
+  if constexpr (kChecks)
     check_repeats(lists, space, facts);
   else
     __syncthreads();

@@ -31,6 +31,7 @@ struct Division {
   Divider by_width, by_reach;    // of lists, and of what the budget reaches of them
   Divider by_columns, by_words;  // of paths and visibility
   int near_bits, set_bits, set_rows;
+  bool early;  // visibility may be written before the lists are there: nothing older is at work any more
 };
 
 // What the caller says of node 0.

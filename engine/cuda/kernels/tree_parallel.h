@@ -128,12 +128,14 @@ struct Costs {
 struct Frontier {
   uint32_t bound;   // B nodes, or all there are, cost at most this; kTooDear: it is not known
   float all_nodes;  // how many there are; saturates
+  bool flat;        // whether only children of the best chain's nodes cost at most the bound
 };
 
 // The best w ranks at each of m levels in a row make w^m nodes: with w^m >= B the dearest of them bounds the cost of
 // the B-th node. The m up to kMostLevels are tried, by a warp each, and all first levels, by a lane each; with fewer
 // than B nodes in all, the dearest of all is the bound. out->bound is kTooDear before. Lane d reads row d and the
-// others ask it. Returns the rows before the first empty one.
+// others ask it. Of flat lists the bound is a threshold as good as any estimate. Returns the rows before the first
+// empty one.
 template <bool kWhole>
 __device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out) {
   const int lane = lane_id();
@@ -180,6 +182,14 @@ __device__ int find_bound(const Costs<kWhole>& costs, int budget, Frontier* out)
       out->all_nodes = fminf(all, 1e9f);
       atomicMin(&out->bound, dearest);
     }
+  }
+  __syncthreads();
+  if (warp_id() == 0) {  // the cheapest of all others hang on a second rank
+    const uint32_t first = here ? costs(lane, 0) : kTooDear, below = __shfl_down_sync(kAllLanes, first, 1);
+    const uint32_t second = here && length > 1 ? add_costs(above, costs(lane, 1)) : kTooDear;
+    const bool dear = lane + 1 >= depths || add_costs(second, below) > out->bound;
+    const unsigned all_dear = __ballot_sync(kAllLanes, dear);
+    if (lane == 0) out->flat = all_dear == kAllLanes;
   }
   __syncthreads();
   return depths;

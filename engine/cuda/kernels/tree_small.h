@@ -319,8 +319,9 @@ static __global__ void __launch_bounds__(kSmallThreads, 1)
   const Lists lists{a.lp + lists_at, a.ids + lists_at, outcome.failed() || a.width == 0 ? 0 : asked.depth_limit,
                     a.width, division.by_width};
   if (a.checked == 0 && lists.depths > 0) {
-    read_lists(lists, 0, a.vocab_size,
-               {nullptr, 0, reinterpret_cast<int*>(shared), division.set_rows, division.set_bits}, &block.facts, [] {});
+    read_lists<true>(lists, 0, a.vocab_size,
+                     {nullptr, 0, reinterpret_cast<int*>(shared), division.set_rows, division.set_bits}, &block.facts,
+                     [] {});
     if (block.facts.fault != kNoFault) outcome = outcome_of(block.facts.fault);
     __syncthreads();
   }
