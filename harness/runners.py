@@ -319,7 +319,7 @@ class Run:
     def _staged(self, measured: Mapping[str, timing.Arm]) -> Iterator[Row]:
         """One more decoding of the first prompt for each staged arm, its time split into stages."""
         for name, arm in self.arms.items():
-            if arm.name not in self.case.staged or measured[name].failure is not None:
+            if replace(arm, heap=False).name not in self.case.staged or measured[name].failure is not None:
                 continue
             result, stages = self._split(name)
             unit, truth = self.held[0], self._true(0)

@@ -134,7 +134,7 @@ def settings(row: Row) -> tuple[Scalar, str | None]:
 
 
 def arm_label(row: Row) -> str:
-    """Name of an arm for people: "AR", "chain", "tree 64", "tree 64, host heap"; of others the arm itself. The
+    """Name of an arm for people: "AR", "chain", "tree 64", "tree 64 heap"; of others the arm itself. The
     system stands in headings."""
     arm = row.arm.removeprefix("gpu-")
     budget = re.fullmatch(r"ddtree(-heap)?-b(\d+)", arm)
@@ -147,7 +147,7 @@ def arm_label(row: Row) -> str:
     }
     if budget is None:
         return names.get(arm, arm)
-    return f"tree {budget[2]}{', host heap' if budget[1] else ''}"
+    return f"tree {budget[2]}{' heap' if budget[1] else ''}"
 
 
 def builder_input(row: Row) -> str:

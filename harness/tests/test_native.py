@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from datasets.evaluation import prompts
+from datasets.evaluation import pair, prompts
 from datasets.evaluation.prompts import Prompt
 from engine.abi import EngineError, Library
 from engine.engine import Engine
@@ -17,6 +17,7 @@ from engine.tests.backends import open_ops
 from engine.tests.decoding import VOCABULARY, micro_drafter, micro_target, write_model
 from harness import cases, cli, native, parity, records
 from harness.cases import AR, DTYPES, GPU, Arm, Native, NativeCurve
+from harness.environment import CHECKOUT
 from harness.gpu_builders import NoGpuError
 from harness.gpu_decoder import EngineDecoder
 from harness.records import Row
@@ -24,6 +25,7 @@ from harness.systems import Systems
 from reference.loop import Generation, Options, Round
 from reference.tests.models import random_weights
 
+BASELINE = CHECKOUT / "reports" / "baseline"
 CASES = tuple(
     Native("humaneval", 3, budgets=(3,), heaps=(3,), prompts=1, max_new_tokens=3, dtype=dtype) for dtype in DTYPES
 )
@@ -93,7 +95,7 @@ def test_every_arm_is_held_against_the_engines_own_plain_decoding_in_its_type(li
     assert all(row.status == "OK" for row in curve.values()), [row.reason for row in curve.values()]
     said = " ".join(said.split())
     assert "dtype bfloat16" in said
-    assert "3, host heap" in said
+    assert "| 3 heap |" in said
     assert "times as fast where the GPU builds the trees as where the host's C++ heap does." in said
     code, again = run(tmp_path, models, opened(library, Forbidden), "--resume")
     assert (code, again) == (0, rows)
@@ -220,6 +222,23 @@ def test_the_heap_arm_takes_its_trees_from_the_heap(library, models, monkeypatch
     made = [decoder.decode(arm, (1, 2), 3, {"max_new_tokens": 4}) for arm in arms]
     assert given == [("ar", "gpu"), ("chain", "gpu"), ("ddtree", "gpu"), ("ddtree", "heap")]
     assert len({each.tokens for each in made}) == 1
+
+
+def test_stored_rows_of_decodings_keep_their_hashes(monkeypatch):
+    """Arms beside the others, such as the heap's, are no other input: rows of before are what they are compared with."""
+    stored = {row.case: row.case_hash for file in BASELINE.glob("gpu-*.jsonl") for row in records.read(file)}
+    monkeypatch.undo()
+    digest_of_pair = pair.load(CHECKOUT / "datasets" / "models").digest
+    checked = [case for case in cases.SUITES["engine"] if isinstance(case, Native) and case.id in stored]
+    for case in checked:
+        pool = native.units(case, 0)
+        assert (
+            cases.digest(case, digest_of_pair, *(u.prompt.tokens for u in pool), *(0 for _ in pool)) == stored[case.id]
+        )
+    assert any(case.heaps for case in checked)
+    plain = Native("humaneval")
+    assert cases.digest(plain) == cases.digest(dataclasses.replace(plain, heaps=(64,)))
+    assert cases.digest(plain) != cases.digest(dataclasses.replace(plain, budgets=(64,)))
 
 
 def test_choices_that_differ_are_told_by_their_largest_margin():
