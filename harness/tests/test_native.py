@@ -225,7 +225,7 @@ def test_the_heap_arm_takes_its_trees_from_the_heap(library, models, monkeypatch
 
 
 def test_stored_rows_of_decodings_keep_their_hashes(monkeypatch):
-    """Arms beside the others, such as the heap's, are no other input: rows of before are what they are compared with."""
+    """Arms beside the others, such as the heap's, are no other input: old rows are what they are held against."""
     stored = {row.case: row.case_hash for file in BASELINE.glob("gpu-*.jsonl") for row in records.read(file)}
     monkeypatch.undo()
     digest_of_pair = pair.load(CHECKOUT / "datasets" / "models").digest
