@@ -17,7 +17,7 @@ from engine.decode_abi import STAGES, Handle
 from engine.engine import Engine
 from engine.request import DFlash, Filled, NoisyOracle, Oracle, Replay, Request
 from engine.run import DecodeError
-from engine.tests.decoding import PROMPT, VOCABULARY, World, assert_same, compare, micro_target, noisy, write_model
+from engine.tests.decoding import PROMPT, VOCABULARY, assert_same, compare, micro_target, noisy, write_model
 from reference.checkpoint import load_target
 from reference.sampling import TargetRowError
 from reference.tests.models import random_weights
@@ -427,11 +427,10 @@ def test_one_prompt_or_several(world):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["stages", "round"])
-def test_a_run_of_which_a_launch_failed_goes_on_with_nothing(whole, host_ops, tmp_path, monkeypatch):
+def test_a_run_of_which_a_launch_failed_goes_on_with_nothing(whole, world, monkeypatch):
     """The device had committed the round by then, and the host had not been told: nobody knows where to go on. The host
     library alone can be made to fail between two kernels."""
-    world = World(host_ops.library, tmp_path)
-    with world.new_engine() as engine:
+    with Engine.load(world.target_file, world.drafter_file, kind="host", capacity=96, prefill_rows=16) as engine:
         with engine.run([Request(PROMPT, 20, 5)]) as run:
             run.prefill()
             before = run.tokens(0)
